@@ -1,0 +1,40 @@
+//! The mathematics and the vocabulary of tilewise: what an attention problem is, the blockwise
+//! online softmax that solves it, and the naive definition that judges every result.
+//!
+//! Attention is `out = softmax(q kᵀ · softmax_scale) v`. [`Problem`] says which one, apart from the
+//! data; [`TensorView`] says where the data lies; [`OnlineSoftmax`] states the running state
+//! (m, ℓ, Õ) with which a tile of keys can be folded in and forgotten; [`Backend`] is what a
+//! processor implements.
+//!
+//! No unsafe code, no threads, no SIMD and no GPU in this crate: it is the part to read first.
+
+#![forbid(unsafe_code)]
+
+pub mod algorithm;
+pub mod alibi;
+pub mod any;
+pub mod backend;
+pub mod dtype;
+pub mod error;
+pub mod inputs;
+pub mod mask;
+pub mod online;
+pub mod options;
+pub mod problem;
+pub mod view;
+
+pub use algorithm::Algorithm;
+pub use alibi::alibi_slopes;
+pub use any::{AnyInputs, AnyTensor, AnyTensorMut};
+pub use backend::{AnyKeyBlock, Backend, BackendInfo, ForwardReport, RunningState};
+pub use dtype::{DType, Element, Float};
+pub use error::{Error, ErrorClass, Result};
+pub use inputs::{BlockTable, Inputs, Lengths};
+pub use mask::{Live, MaskRule};
+pub use online::{Finished, HostState, KeyBlock, OnlineSoftmax};
+pub use options::{Alignment, Options};
+pub use problem::{Dims, Problem, Sequence};
+pub use view::{TensorView, TensorViewMut};
+
+// Public because `f16` and `bf16` are element types of the API.
+pub use half;

@@ -1,0 +1,1 @@
+//! Exact attention, one tile at a time, on whichever processor is there.
