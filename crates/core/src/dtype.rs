@@ -7,7 +7,10 @@ use std::str::FromStr;
 
 use half::{bf16, f16};
 
+use crate::any::{AnyInputs, AnyTensor, AnyTensorMut};
 use crate::error::{Error, Result};
+use crate::inputs::Inputs;
+use crate::view::{TensorView, TensorViewMut};
 
 /// Element type of q, k, v and out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -109,6 +112,44 @@ pub trait Element:
     fn to_f64(self) -> f64;
     /// Rounds to nearest even, once.
     fn from_f64(x: f64) -> Self;
+
+    /// Forgets the element type.
+    fn erase(view: TensorView<'_, Self>) -> AnyTensor<'_>;
+    /// Forgets the element type.
+    fn erase_mut(view: TensorViewMut<'_, Self>) -> AnyTensorMut<'_>;
+    /// Forgets the element type.
+    fn erase_inputs<'a>(inputs: Inputs<'a, Self>) -> AnyInputs<'a>;
+    /// The typed view, if it is of this type.
+    fn typed(view: AnyTensor<'_>) -> Option<TensorView<'_, Self>>;
+    /// The typed view, if it is of this type.
+    fn typed_mut(view: AnyTensorMut<'_>) -> Option<TensorViewMut<'_, Self>>;
+}
+
+/// The conversions between typed and erased tensors, the same for each element type.
+macro_rules! erasure {
+    ($variant:ident) => {
+        fn erase(view: TensorView<'_, Self>) -> AnyTensor<'_> {
+            AnyTensor::$variant(view)
+        }
+        fn erase_mut(view: TensorViewMut<'_, Self>) -> AnyTensorMut<'_> {
+            AnyTensorMut::$variant(view)
+        }
+        fn erase_inputs<'a>(inputs: Inputs<'a, Self>) -> AnyInputs<'a> {
+            AnyInputs::$variant(inputs)
+        }
+        fn typed(view: AnyTensor<'_>) -> Option<TensorView<'_, Self>> {
+            match view {
+                AnyTensor::$variant(view) => Some(view),
+                _ => None,
+            }
+        }
+        fn typed_mut(view: AnyTensorMut<'_>) -> Option<TensorViewMut<'_, Self>> {
+            match view {
+                AnyTensorMut::$variant(view) => Some(view),
+                _ => None,
+            }
+        }
+    };
 }
 
 /// An accumulation type: f32 or f64.
@@ -142,6 +183,7 @@ impl Element for f64 {
     fn from_f64(x: f64) -> f64 {
         x
     }
+    erasure!(F64);
 }
 
 impl Element for f32 {
@@ -159,12 +201,13 @@ impl Element for f32 {
     fn from_f64(x: f64) -> f32 {
         x as f32
     }
+    erasure!(F32);
 }
 
 macro_rules! half_element {
-    ($t:ty, $dtype:expr) => {
+    ($t:ty, $variant:ident) => {
         impl Element for $t {
-            const DTYPE: DType = $dtype;
+            const DTYPE: DType = DType::$variant;
             type Acc = f32;
             fn to_acc(self) -> f32 {
                 self.to_f32()
@@ -178,9 +221,10 @@ macro_rules! half_element {
             fn from_f64(x: f64) -> $t {
                 <$t>::from_f64(x)
             }
+            erasure!($variant);
         }
     };
 }
 
-half_element!(f16, DType::F16);
-half_element!(bf16, DType::BF16);
+half_element!(f16, F16);
+half_element!(bf16, BF16);
