@@ -136,9 +136,9 @@ impl<'a, T: Copy> TensorView<'a, T> {
     #[inline]
     pub fn position(&self, index: [usize; 4]) -> usize {
         let mut position = self.offset as isize;
-        for axis in 0..4 {
-            assert!(index[axis] < self.shape[axis], "index outside the view");
-            position += index[axis] as isize * self.strides[axis];
+        for (axis, &at) in index.iter().enumerate() {
+            assert!(at < self.shape[axis], "index outside the view");
+            position += at as isize * self.strides[axis];
         }
         position as usize
     }

@@ -1,0 +1,253 @@
+//! The run-time choice of a backend, and attention through it.
+
+use std::sync::Arc;
+
+use tilewise_core::backend::check_outputs;
+use tilewise_core::{
+    Algorithm, Backend, Element, Error, ForwardReport, Inputs, Options, Problem, Result,
+    RunningState, TensorViewMut,
+};
+
+use crate::backends::{known, open};
+use crate::kind::BackendKind;
+
+/// Environment variable that [`Engine::auto`] reads.
+const BACKEND_VARIABLE: &str = "TILEWISE_BACKEND";
+
+/// One or more backends, and attention on them. Cheap to clone and to share between threads.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    /// In order of preference; never empty.
+    candidates: Vec<(BackendKind, Arc<dyn Backend>)>,
+    /// Backends that could not be opened, and why. Empty unless chosen automatically.
+    missing: Vec<(BackendKind, String)>,
+}
+
+/// A result of [`Engine::forward`]: contiguous `[batch, num_heads, seqlen_q, …]`.
+#[derive(Clone, Debug)]
+pub struct Attention<T> {
+    /// `[batch, num_heads, seqlen_q, head_dim_v]`, row-major.
+    pub out: Vec<T>,
+    /// ln Σ e^score of each row, natural log; −∞ where no key was live.
+    /// `[batch, num_heads, seqlen_q]`, row-major.
+    pub lse: Vec<f32>,
+    /// What ran.
+    pub info: ForwardInfo,
+}
+
+/// Which backend and schedule ran.
+#[derive(Clone, Debug)]
+pub struct ForwardInfo {
+    /// The backend.
+    pub backend: BackendKind,
+    /// Schedule and instruction set.
+    pub report: ForwardReport,
+    /// Backends that would have been preferred, with the reason why each did not run. Always empty
+    /// for a backend asked for by name.
+    pub passed_over: Vec<(BackendKind, String)>,
+}
+
+impl Engine {
+    /// The backend that the environment variable `TILEWISE_BACKEND` names; unset or `auto`, all
+    /// backends of this machine, each problem going to the first that supports it.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if the variable names a backend that cannot be used here, or if there
+    /// is none at all; [`Error::Option`] if it names nothing known.
+    pub fn auto() -> Result<Engine> {
+        match std::env::var(BACKEND_VARIABLE) {
+            Ok(name) if !name.is_empty() => Engine::named(&name),
+            _ => Engine::new(BackendKind::Auto),
+        }
+    }
+
+    /// The backend called `auto`, `cpu`, `cuda` or `cuda:N`. Unlike [`Engine::auto`], the
+    /// environment is not asked: an argument goes before it.
+    pub fn named(name: &str) -> Result<Engine> {
+        Engine::new(name.parse()?)
+    }
+
+    /// The backend of this kind.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the exact reason. A backend asked for by name is never replaced
+    /// by another.
+    pub fn new(kind: BackendKind) -> Result<Engine> {
+        if kind != BackendKind::Auto {
+            return Ok(Engine {
+                candidates: vec![(kind, open(kind)?)],
+                missing: Vec::new(),
+            });
+        }
+        let (mut candidates, mut missing) = (Vec::new(), Vec::new());
+        for kind in known() {
+            match open(kind) {
+                Ok(backend) => candidates.push((kind, backend)),
+                Err(error) => {
+                    tracing::info!(%kind, %error, "backend passed over");
+                    missing.push((kind, error.to_string()));
+                }
+            }
+        }
+        if candidates.is_empty() {
+            let reasons: Vec<String> = missing.into_iter().map(|(_, reason)| reason).collect();
+            return Err(Error::Unavailable {
+                backend: "auto".into(),
+                reason: reasons.join("; "),
+            });
+        }
+        Ok(Engine {
+            candidates,
+            missing,
+        })
+    }
+
+    /// An engine on a backend made elsewhere, for example a CPU backend with a forced instruction
+    /// set. `kind` is the name to report it under.
+    pub fn with_backend(kind: BackendKind, backend: Arc<dyn Backend>) -> Engine {
+        Engine {
+            candidates: vec![(kind, backend)],
+            missing: Vec::new(),
+        }
+    }
+
+    /// The backend preferred, before any problem is known.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.candidates[0].1
+    }
+
+    /// Kind of [`Engine::backend`].
+    pub fn kind(&self) -> BackendKind {
+        self.candidates[0].0
+    }
+
+    /// The first backend that supports the problem, and those passed over.
+    #[allow(clippy::type_complexity)]
+    fn choose(
+        &self,
+        problem: &Problem,
+        algorithm: Algorithm,
+    ) -> Result<(BackendKind, &Arc<dyn Backend>, Vec<(BackendKind, String)>)> {
+        let mut passed_over = self.missing.clone();
+        let mut last = None;
+        for (kind, backend) in &self.candidates {
+            match backend.supports(problem, algorithm) {
+                Ok(()) => return Ok((*kind, backend, passed_over)),
+                Err(error) => {
+                    if self.candidates.len() > 1 {
+                        tracing::info!(%kind, %error, "backend passed over");
+                    }
+                    passed_over.push((*kind, error.to_string()));
+                    last = Some(error);
+                }
+            }
+        }
+        Err(last.unwrap_or_else(|| Error::Unavailable {
+            backend: "auto".into(),
+            reason: "no backend".into(),
+        }))
+    }
+
+    /// Attention with outputs allocated here.
+    ///
+    /// # Errors
+    /// Everything [`Problem::new`] finds; [`Error::Unsupported`] if no backend of this engine can do
+    /// the problem; [`Error::OutOfMemory`] and [`Error::Backend`] from the backend.
+    pub fn forward<T: Element>(
+        &self,
+        inputs: &Inputs<'_, T>,
+        options: &Options,
+    ) -> Result<Attention<T>> {
+        self.forward_with(Algorithm::Auto, inputs, options)
+    }
+
+    /// [`Engine::forward`] by a given schedule.
+    pub fn forward_with<T: Element>(
+        &self,
+        algorithm: Algorithm,
+        inputs: &Inputs<'_, T>,
+        options: &Options,
+    ) -> Result<Attention<T>> {
+        let problem = Problem::new(inputs, options)?;
+        let (out_shape, lse_shape) = (problem.dims().out_shape(), problem.dims().lse_shape());
+        let mut out = allocate(&out_shape, "out", T::default())?;
+        let mut lse = allocate(&lse_shape, "lse", 0f32)?;
+        let info = self.run(
+            &problem,
+            algorithm,
+            inputs,
+            TensorViewMut::bhsd(&mut out, out_shape).map_err(|e| e.named("out"))?,
+            Some(TensorViewMut::bhs(&mut lse, lse_shape).map_err(|e| e.named("lse"))?),
+        )?;
+        Ok(Attention { out, lse, info })
+    }
+
+    /// Attention into the caller's memory: the primitive, which allocates nothing of the size of
+    /// the problem. Every element of `out` and `lse` is written.
+    ///
+    /// `out` is `[batch, num_heads, seqlen_q, head_dim_v]`, `lse` `[batch, num_heads, seqlen_q, 1]`
+    /// ([`TensorViewMut::bhs`]).
+    ///
+    /// # Errors
+    /// As [`Engine::forward`], and [`Error::Shape`] for outputs that do not fit.
+    pub fn forward_into<T: Element>(
+        &self,
+        algorithm: Algorithm,
+        inputs: &Inputs<'_, T>,
+        options: &Options,
+        out: TensorViewMut<'_, T>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<ForwardInfo> {
+        let problem = Problem::new(inputs, options)?;
+        self.run(&problem, algorithm, inputs, out, lse)
+    }
+
+    fn run<T: Element>(
+        &self,
+        problem: &Problem,
+        algorithm: Algorithm,
+        inputs: &Inputs<'_, T>,
+        out: TensorViewMut<'_, T>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<ForwardInfo> {
+        let out = T::erase_mut(out);
+        check_outputs(problem, &out, lse.as_ref())?;
+        let (kind, backend, passed_over) = self.choose(problem, algorithm)?;
+        let report = backend.forward(problem, &T::erase_inputs(*inputs), algorithm, out, lse)?;
+        Ok(ForwardInfo {
+            backend: kind,
+            report,
+            passed_over,
+        })
+    }
+
+    /// A running state (m, ℓ, Õ) for `problem`, through which keys can be streamed in chunks and
+    /// states of other backends merged. Make the problem with [`Problem::dense`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if no backend of this engine can stream the problem.
+    pub fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>> {
+        let (_, backend, _) = self.choose(problem, Algorithm::Auto)?;
+        backend.begin(problem)
+    }
+}
+
+/// A vector for a tensor, refused when its size cannot be counted or had.
+fn allocate<T: Copy>(shape: &[usize], tensor: &str, fill: T) -> Result<Vec<T>> {
+    let bytes = shape
+        .iter()
+        .try_fold(size_of::<T>(), |product, &dim| product.checked_mul(dim));
+    let refusal = |bytes: u64| Error::OutOfMemory {
+        backend: "host".into(),
+        what: tensor.into(),
+        bytes,
+    };
+    let bytes = bytes.ok_or_else(|| refusal(u64::MAX))?;
+    let len = bytes / size_of::<T>();
+    let mut memory = Vec::new();
+    memory
+        .try_reserve_exact(len)
+        .map_err(|_| refusal(bytes as u64))?;
+    memory.resize(len, fill);
+    Ok(memory)
+}
