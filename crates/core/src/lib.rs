@@ -18,9 +18,13 @@ pub mod dtype;
 pub mod error;
 pub mod inputs;
 pub mod mask;
+pub mod merge;
 pub mod online;
 pub mod options;
+pub mod paged;
 pub mod problem;
+pub mod reference;
+pub mod tolerance;
 pub mod view;
 
 pub use algorithm::Algorithm;
@@ -31,9 +35,13 @@ pub use dtype::{DType, Element, Float};
 pub use error::{Error, ErrorClass, Result};
 pub use inputs::{BlockTable, Inputs, Lengths};
 pub use mask::{Live, MaskRule};
+pub use merge::{Part, merge_outputs, merge_parts};
 pub use online::{Finished, HostState, KeyBlock, OnlineSoftmax};
 pub use options::{Alignment, Options};
+pub use paged::{Gathered, gather};
 pub use problem::{Dims, Problem, Sequence};
+pub use reference::{Reference, RowFacts};
+pub use tolerance::{Comparison, Judge, JudgedRow, RowSample, Tolerance, judge_row};
 pub use view::{TensorView, TensorViewMut};
 
 // Public because `f16` and `bf16` are element types of the API.

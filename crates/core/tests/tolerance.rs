@@ -1,0 +1,173 @@
+//! The judge: what it lets pass and what it does not.
+
+use tilewise_core::half::{bf16, f16};
+use tilewise_core::{Element, Inputs, Judge, Options, Problem, RowSample, TensorView, judge_row};
+
+fn view<T: Copy>(data: &[T], shape: [usize; 4]) -> TensorView<'_, T> {
+    TensorView::bhsd(data, shape).unwrap()
+}
+
+/// Numbers in (−1, 1) that look random.
+fn noise<T: Element>(n: usize, seed: u64) -> Vec<T> {
+    let mut x = seed;
+    (0..n)
+        .map(|_| {
+            x = x
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            T::from_f64((x >> 40) as f64 / (1u64 << 23) as f64 - 1.0)
+        })
+        .collect()
+}
+
+const SHAPE: [usize; 4] = [1, 2, 9, 16];
+
+/// A judge of random attention, and the reference rounded to T.
+fn judged<T: Element>() -> (Judge, Vec<T>, Vec<f32>) {
+    let (q, k, v) = (noise::<T>(288, 1), noise::<T>(288, 2), noise::<T>(288, 3));
+    let inputs = Inputs::new(view(&q, SHAPE), view(&k, SHAPE), view(&v, SHAPE));
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
+    let reference = tilewise_core::reference::forward(&problem, &inputs);
+    (
+        judge,
+        reference.out.iter().map(|&x| T::from_f64(x)).collect(),
+        reference.lse.iter().map(|&x| x as f32).collect(),
+    )
+}
+
+fn rounding_passes_and_more_does_not<T: Element>() {
+    let (judge, mut out, mut lse) = judged::<T>();
+    let compare = |out: &[T], lse: &[f32]| {
+        judge
+            .compare(&view(out, SHAPE), Some(&view(lse, [1, 2, 9, 1])))
+            .unwrap()
+    };
+    let good = compare(&out, &lse);
+    assert!(good.pass, "{good:?}");
+    assert_eq!(good.rows, 18);
+    assert!(good.mean_abs_err <= good.max_abs_err && good.max_abs_err <= T::DTYPE.unit_roundoff());
+    // Between a few units of the dtype and what would be noticed.
+    let u = T::DTYPE.unit_roundoff();
+    assert!(good.tolerance < 12.0 * u.max(T::DTYPE.accumulator().unit_roundoff() * 8.0));
+    assert!(good.lse_tolerance < 3e-6);
+    out[200] = T::from_f64(out[200].to_f64() + 2.0 * judge.tolerance().out + u);
+    let bad = compare(&out, &lse);
+    assert!(!bad.pass);
+    assert_eq!(bad.worst, Some([0, 1, 3, 8]));
+    out[200] = T::from_f64(f64::NAN);
+    let bad = compare(&out, &lse);
+    assert!(!bad.pass && bad.max_abs_err == f64::INFINITY && bad.mean_abs_err.is_finite());
+    let (_, out, _) = judged::<T>();
+    lse[17] += 4e-6;
+    let bad = compare(&out, &lse);
+    assert!(!bad.pass);
+    assert_eq!(bad.lse_worst, Some([0, 1, 8]));
+    lse[17] = f32::NEG_INFINITY;
+    assert!(!compare(&out, &lse).pass);
+}
+
+#[test]
+fn rounding_passes_and_more_does_not_in_every_dtype() {
+    rounding_passes_and_more_does_not::<f64>();
+    rounding_passes_and_more_does_not::<f32>();
+    rounding_passes_and_more_does_not::<f16>();
+    rounding_passes_and_more_does_not::<bf16>();
+}
+
+#[test]
+fn nan_agrees_with_nan_only() {
+    let (q, k) = ([f32::NAN, 1.0], [1f32]);
+    let v = [f32::INFINITY];
+    let inputs = Inputs::new(
+        view(&q, [1, 1, 2, 1]),
+        view(&k, [1, 1, 1, 1]),
+        view(&v, [1, 1, 1, 1]),
+    );
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
+    let pass = |out: [f32; 2], lse: [f32; 2]| {
+        let (out, lse) = (view(&out, [1, 1, 2, 1]), view(&lse, [1, 1, 2, 1]));
+        judge.compare(&out, Some(&lse)).unwrap().pass
+    };
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    assert!(pass([nan, inf], [nan, 1.0]));
+    assert!(pass([nan, inf], [inf, 1.0]));
+    assert!(!pass([0.0, inf], [nan, 1.0]));
+    assert!(!pass([inf, inf], [nan, 1.0]));
+    assert!(!pass([nan, -inf], [nan, 1.0]));
+    assert!(!pass([nan, nan], [nan, 1.0]));
+    assert!(!pass([nan, 1.0], [nan, 1.0]));
+    assert!(!pass([nan, inf], [0.0, 1.0]));
+    assert!(!pass([nan, inf], [nan, nan]));
+    assert!(!pass([nan, inf], [-inf, 1.0]));
+}
+
+#[test]
+fn what_the_dtype_cannot_hold_may_be_what_it_makes_of_it() {
+    // 65504 fits f16, so infinity is no excuse; a score of 1e60 does not fit f32.
+    let (q, k) = ([f16::ZERO], [f16::ZERO]);
+    let v = [f16::MAX];
+    let inputs = Inputs::new(
+        view(&q, [1, 1, 1, 1]),
+        view(&k, [1, 1, 1, 1]),
+        view(&v, [1, 1, 1, 1]),
+    );
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
+    let out = [f16::INFINITY];
+    assert!(!judge.compare(&view(&out, [1, 1, 1, 1]), None).unwrap().pass);
+    let (q, k, v) = ([1e30f32], [1e30f32], [2f32]);
+    let inputs = Inputs::new(
+        view(&q, [1, 1, 1, 1]),
+        view(&k, [1, 1, 1, 1]),
+        view(&v, [1, 1, 1, 1]),
+    );
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
+    for (out, pass) in [(2.0, true), (f32::NAN, true), (f32::INFINITY, false)] {
+        let out = [out];
+        assert_eq!(
+            judge.compare(&view(&out, [1, 1, 1, 1]), None).unwrap().pass,
+            pass
+        );
+    }
+}
+
+#[test]
+fn a_sample_judges_its_rows_and_no_others() {
+    let (q, k, v) = (
+        noise::<f32>(288, 1),
+        noise::<f32>(288, 2),
+        noise::<f32>(288, 3),
+    );
+    let inputs = Inputs::new(view(&q, SHAPE), view(&k, SHAPE), view(&v, SHAPE));
+    let problem = Problem::new(&inputs, &Options::new().causal(true)).unwrap();
+    let sample = RowSample::at_most(&problem, 5);
+    assert_eq!(
+        (sample.rows().len(), sample.total(), sample.is_complete()),
+        (5, 18, false)
+    );
+    assert!(sample.rows().is_sorted() && sample.rows()[0] == 0 && sample.rows()[4] == 17);
+    assert!(RowSample::at_most(&problem, 18).is_complete());
+    let rows = sample
+        .rows()
+        .iter()
+        .rev()
+        .map(|&row| judge_row(&problem, &inputs, row))
+        .collect();
+    let judge = Judge::from_rows(&problem, rows);
+    assert_eq!(judge.rows(), 5);
+    let mut out = vec![f32::NAN; 288];
+    for n in 0..5 {
+        let (row, values, lse) = judge.reference_row(n);
+        assert!(lse.is_finite());
+        for (to, &x) in out[row * 16..][..16].iter_mut().zip(values) {
+            *to = x as f32;
+        }
+    }
+    assert!(judge.compare(&view(&out, SHAPE), None).unwrap().pass);
+    out[3] += 1e-3;
+    assert!(!judge.compare(&view(&out, SHAPE), None).unwrap().pass);
+    assert!(judge.compare(&view(&out, [1, 2, 16, 9]), None).is_err());
+}
