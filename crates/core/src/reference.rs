@@ -92,7 +92,7 @@ pub fn row<T: Element>(
     let q: Vec<f64> = inputs.q.row(b, h, i).map(Element::to_f64).collect();
     let mut scratch = Vec::new();
     let mut scores = Vec::new();
-    let mut m = sink;
+    let mut m = Dd::from(sink);
     let mut poisoned = false;
     for j in row.candidates().filter(|&j| row.visible(j)) {
         let (score, magnitude) = row.score(j, &q, &mut scratch);
@@ -100,7 +100,9 @@ pub fn row<T: Element>(
             continue;
         }
         poisoned |= score.hi.is_nan() || score.hi == f64::INFINITY;
-        m = m.max(score.hi);
+        if (score.hi, score.lo) > (m.hi, m.lo) {
+            m = score;
+        }
         scores.push((j, score, magnitude));
     }
     facts.live = scores.len();
@@ -109,17 +111,16 @@ pub fn row<T: Element>(
         facts.lse = f64::NAN;
         return facts;
     }
-    if m == f64::NEG_INFINITY {
+    if m.hi == f64::NEG_INFINITY {
         return facts;
     }
     let mut z = Dd::from(0.0);
-    z.add((sink - m).exp(), 0.0);
+    z.add(m.exp_of_difference(Dd::from(sink)), 0.0);
     let mut low = vec![0.0; out.len()];
     for &(j, score, magnitude) in &scores {
-        let distance = Dd::sum(score.hi, -m);
-        let p = distance.hi.exp() * (1.0 + (distance.lo + score.lo));
+        let p = m.exp_of_difference(score);
         z.add(p, 0.0);
-        if score.hi - m >= LOWEST_LOG_WEIGHT {
+        if score.hi - m.hi >= LOWEST_LOG_WEIGHT {
             facts.abs_scores = facts.abs_scores.max(magnitude);
         }
         for ((hi, lo), &v) in out.iter_mut().zip(&mut low).zip(row.v(j, &mut scratch)) {
@@ -138,7 +139,7 @@ pub fn row<T: Element>(
     for (hi, lo) in out.iter_mut().zip(low) {
         *hi = Dd { hi: *hi, lo }.value() / z;
     }
-    facts.lse = m + z.ln();
+    facts.lse = m.hi + (m.lo + z.ln());
     facts
 }
 
@@ -369,6 +370,18 @@ impl Dd {
         } else {
             Dd::from(self.hi)
         }
+    }
+
+    /// e^(x − self), for an x that is not above self.
+    fn exp_of_difference(self, x: Dd) -> f64 {
+        if x.hi == f64::NEG_INFINITY {
+            return 0.0;
+        }
+        let mut difference = Dd::sum(x.hi, -self.hi);
+        difference.lo += x.lo - self.lo;
+        // Normalised: what is left below half a unit of hi is so small that e^lo = 1 + lo.
+        let Dd { hi, lo } = difference.cleaned();
+        hi.exp() * (1.0 + lo)
     }
 
     fn value(self) -> f64 {

@@ -1,0 +1,226 @@
+//! What a schedule does, told as it happens: every element that crosses between slow and fast
+//! memory, every product, and every change of the running state.
+//!
+//! The schedules in [`schedule`](crate::schedule) keep tensors where the papers keep them (inputs,
+//! outputs and workspace in slow memory, one tile of each in fast memory) and report exactly what
+//! they copy between the two. So one and the same code explains, counts and computes.
+
+use std::ops::Range;
+
+use crate::dtype::Float;
+use crate::mask::Live;
+
+/// What is loaded and stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Tensor {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Additive bias; an element that is broadcast over a tile counts once a tile.
+    Bias,
+    /// Boolean mask; likewise.
+    Mask,
+    /// Scores, of [`standard`](crate::schedule::standard) only.
+    S,
+    /// Weights, of [`standard`](crate::schedule::standard) only.
+    P,
+    /// FA1's O, normalised after every step, in the accumulator type.
+    O,
+    /// FA1's row maxima, in the accumulator type.
+    M,
+    /// FA1's denominators, in the accumulator type.
+    L,
+    /// The output, in the inputs' dtype.
+    Out,
+    /// ln Σ e^s, f32.
+    Lse,
+}
+
+impl Tensor {
+    /// Every tensor, in the order of the enum.
+    pub const ALL: [Tensor; 12] = [
+        Tensor::Q,
+        Tensor::K,
+        Tensor::V,
+        Tensor::Bias,
+        Tensor::Mask,
+        Tensor::S,
+        Tensor::P,
+        Tensor::O,
+        Tensor::M,
+        Tensor::L,
+        Tensor::Out,
+        Tensor::Lse,
+    ];
+
+    /// The name in the papers' notation, lower case where it is an input or output of a call.
+    pub fn name(self) -> &'static str {
+        match self {
+            Tensor::Q => "q",
+            Tensor::K => "k",
+            Tensor::V => "v",
+            Tensor::Bias => "bias",
+            Tensor::Mask => "mask",
+            Tensor::S => "S",
+            Tensor::P => "P",
+            Tensor::O => "O",
+            Tensor::M => "m",
+            Tensor::L => "l",
+            Tensor::Out => "out",
+            Tensor::Lse => "lse",
+        }
+    }
+}
+
+/// Elements that cross between slow and fast memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Of which tensor.
+    pub tensor: Tensor,
+    /// How many.
+    pub elements: usize,
+    /// Bytes of one element.
+    pub element_bytes: usize,
+}
+
+impl Transfer {
+    /// Bytes that cross.
+    pub fn bytes(&self) -> usize {
+        self.elements * self.element_bytes
+    }
+}
+
+/// A block of rows and a block of keys of one head.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Position in [`Problem::sequences`](crate::Problem::sequences): the batch entry unless packed.
+    pub sequence: usize,
+    /// Query head.
+    pub head: usize,
+    /// Which block of rows, i in the papers.
+    pub row_block: usize,
+    /// Which block of keys, j in the papers.
+    pub key_block: usize,
+    /// The rows, within the sequence.
+    pub rows: Range<usize>,
+    /// The keys, within the sequence.
+    pub keys: Range<usize>,
+    /// How much of it causality, window and lengths leave live.
+    pub live: Live,
+}
+
+/// A product of two matrices, rows × inner by inner × columns: rows·columns·inner multiply-adds.
+/// Whole tiles, hidden elements included, as a matrix unit does them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// Rows of the result.
+    pub rows: usize,
+    /// Columns of the result.
+    pub columns: usize,
+    /// What is summed over.
+    pub inner: usize,
+}
+
+/// Arithmetic besides the two products, which matrix units do not do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Operation {
+    /// An exponential of a score or weight.
+    Exp,
+    /// A multiplication of an element of O or Õ by a factor of its row (α, β, ℓ).
+    Rescale,
+    /// A division of an element of O or P by ℓ.
+    Divide,
+}
+
+/// The running state of a tile's rows after a step over it; everything per row.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a, F> {
+    /// Where.
+    pub tile: &'a Tile,
+    /// The statistics of this block of keys alone, which FA1 merges (FA2 has none).
+    pub block: Option<BlockStatistics<'a, F>>,
+    /// e^(m before − m): what ℓ and Õ were multiplied by.
+    pub alpha: &'a [F],
+    /// m.
+    pub m: &'a [F],
+    /// ℓ.
+    pub l: &'a [F],
+    /// FA1: O, normalised. FA2: Õ. `[rows, head_dim_v]`.
+    pub o: &'a [F],
+}
+
+/// FA1's m̃, ℓ̃ and β.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockStatistics<'a, F> {
+    /// m̃: row maxima over this block's keys.
+    pub m: &'a [F],
+    /// ℓ̃: their denominators, relative to m̃.
+    pub l: &'a [F],
+    /// β = e^(m̃ − m).
+    pub beta: &'a [F],
+}
+
+/// A block of rows that is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Finish<'a, F> {
+    /// Position in [`Problem::sequences`](crate::Problem::sequences).
+    pub sequence: usize,
+    /// Query head.
+    pub head: usize,
+    /// Which block of rows.
+    pub row_block: usize,
+    /// O before it is rounded to the output's dtype. `[rows, head_dim_v]`.
+    pub out: &'a [F],
+    /// L. `[rows]`.
+    pub lse: &'a [F],
+}
+
+/// Sees what a schedule does. Every method does nothing unless it is overridden, so that an
+/// observer that is not there costs nothing.
+pub trait Observer {
+    /// Elements were copied from slow to fast memory.
+    fn load(&mut self, transfer: Transfer) {
+        let _ = transfer;
+    }
+
+    /// Elements were copied from fast to slow memory.
+    fn store(&mut self, transfer: Transfer) {
+        let _ = transfer;
+    }
+
+    /// A tile with no live key was passed over.
+    fn skip(&mut self, tile: &Tile) {
+        let _ = tile;
+    }
+
+    /// A product was computed in a tile: first S = q kᵀ, then P v.
+    fn product(&mut self, tile: &Tile, product: Product) {
+        let _ = (tile, product);
+    }
+
+    /// `count` operations besides products were done, counted for whole tiles.
+    fn operations(&mut self, operation: Operation, count: usize) {
+        let _ = (operation, count);
+    }
+
+    /// The state of a tile's rows has changed (FA1, FA2).
+    fn step<F: Float>(&mut self, step: &Step<'_, F>) {
+        let _ = step;
+    }
+
+    /// A block of rows is done.
+    fn finish<F: Float>(&mut self, finish: &Finish<'_, F>) {
+        let _ = finish;
+    }
+}
+
+/// Looks at nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoObserver;
+
+impl Observer for NoObserver {}

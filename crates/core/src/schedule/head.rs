@@ -1,0 +1,260 @@
+//! One head of one sequence in slow memory, and the tiles of it in fast memory.
+
+use std::ops::Range;
+
+use super::transfer;
+use crate::dtype::Element;
+use crate::error::Result;
+use crate::inputs::Inputs;
+use crate::observe::{Finish, Observer, Operation, Product, Tensor, Tile};
+use crate::problem::{Problem, Sequence};
+use crate::tile::{TileBlock, TileSpec};
+use crate::view::TensorView;
+
+/// One query head of one sequence, as it lies in slow memory.
+pub(super) struct Head<'p, 'a, T> {
+    problem: &'p Problem,
+    inputs: &'p Inputs<'a, T>,
+    /// Broadcast to `[batch, num_heads, seqlen_q, seqlen_k]`, with the shape each was given in.
+    bias: Option<(TensorView<'a, T>, [usize; 4])>,
+    mask: Option<(TensorView<'a, u8>, [usize; 4])>,
+    sequence: &'p Sequence,
+    sequence_index: usize,
+    index: usize,
+}
+
+/// Calls `each` for every head of every sequence.
+pub(super) fn for_each_head<T: Element>(
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    mut each: impl FnMut(&Head<'_, '_, T>) -> Result<()>,
+) -> Result<()> {
+    let dims = problem.dims();
+    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+    let bias = match inputs.bias {
+        Some(bias) => Some((bias.broadcast_to(full)?, bias.shape())),
+        None => None,
+    };
+    let mask = match inputs.mask {
+        Some(mask) => Some((mask.broadcast_to(full)?, mask.shape())),
+        None => None,
+    };
+    for (sequence_index, sequence) in problem.sequences().iter().enumerate() {
+        for index in 0..dims.num_heads {
+            each(&Head {
+                problem,
+                inputs,
+                bias,
+                mask,
+                sequence,
+                sequence_index,
+                index,
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Fast memory for inputs: one tile of each, row-major.
+#[derive(Default)]
+pub(super) struct Chip<T: Element> {
+    q: Vec<T::Acc>,
+    k: Vec<T::Acc>,
+    v: Vec<T::Acc>,
+    bias: Vec<T::Acc>,
+    mask: Vec<u8>,
+}
+
+impl<T: Element> Head<'_, '_, T> {
+    pub(super) fn sequence(&self) -> &Sequence {
+        self.sequence
+    }
+
+    /// Query head.
+    pub(super) fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(super) fn spec(&self, rows: &Range<usize>) -> TileSpec<T::Acc> {
+        TileSpec::new(self.problem, self.sequence, self.index, rows.clone())
+    }
+
+    pub(super) fn tile(
+        &self,
+        spec: &TileSpec<T::Acc>,
+        row_block: usize,
+        (key_block, keys): (usize, Range<usize>),
+    ) -> Tile {
+        Tile {
+            sequence: self.sequence_index,
+            head: self.index,
+            row_block,
+            key_block,
+            rows: spec.rows(),
+            live: spec.live(keys.clone()),
+            keys,
+        }
+    }
+
+    pub(super) fn load_q(
+        &self,
+        chip: &mut Chip<T>,
+        rows: &Range<usize>,
+        observer: &mut impl Observer,
+    ) {
+        let place = [self.sequence.q_batch, self.index, self.sequence.q_start];
+        copy_rows(&self.inputs.q, place, rows, &mut chip.q);
+        observer.load(transfer::<T>(Tensor::Q, chip.q.len()));
+    }
+
+    pub(super) fn load_k(
+        &self,
+        chip: &mut Chip<T>,
+        keys: &Range<usize>,
+        observer: &mut impl Observer,
+    ) {
+        copy_rows(&self.inputs.k, self.kv_place(), keys, &mut chip.k);
+        observer.load(transfer::<T>(Tensor::K, chip.k.len()));
+    }
+
+    pub(super) fn load_v(
+        &self,
+        chip: &mut Chip<T>,
+        keys: &Range<usize>,
+        observer: &mut impl Observer,
+    ) {
+        copy_rows(&self.inputs.v, self.kv_place(), keys, &mut chip.v);
+        observer.load(transfer::<T>(Tensor::V, chip.v.len()));
+    }
+
+    fn kv_place(&self) -> [usize; 3] {
+        [
+            self.sequence.k_batch,
+            self.index / self.problem.dims().group(),
+            self.sequence.k_start,
+        ]
+    }
+
+    /// Bias and mask of a tile, if there are any.
+    pub(super) fn load_modifiers(
+        &self,
+        chip: &mut Chip<T>,
+        tile: &Tile,
+        observer: &mut impl Observer,
+    ) {
+        let place = [
+            self.sequence.q_batch,
+            self.index,
+            self.sequence.q_start,
+            self.sequence.k_start,
+        ];
+        if let Some((bias, given)) = &self.bias {
+            copy_tile(bias, place, tile, &mut chip.bias, Element::to_acc);
+            observer.load(transfer::<T>(Tensor::Bias, distinct(given, tile)));
+        }
+        if let Some((mask, given)) = &self.mask {
+            copy_tile(mask, place, tile, &mut chip.mask, |x| x);
+            observer.load(transfer::<u8>(Tensor::Mask, distinct(given, tile)));
+        }
+    }
+
+    /// What is in fast memory, as the block of `tile`.
+    pub(super) fn block<'c>(&self, chip: &'c Chip<T>, tile: &Tile) -> TileBlock<'c, T::Acc> {
+        TileBlock {
+            q: &chip.q,
+            k: &chip.k,
+            v: &chip.v,
+            keys: tile.keys.clone(),
+            bias: self.bias.is_some().then_some(&chip.bias[..]),
+            mask: self.mask.is_some().then_some(&chip.mask[..]),
+        }
+    }
+
+    /// S = q kᵀ of a tile.
+    pub(super) fn report_scores(&self, tile: &Tile, observer: &mut impl Observer) {
+        observer.product(
+            tile,
+            Product {
+                rows: tile.rows.len(),
+                columns: tile.keys.len(),
+                inner: self.problem.dims().head_dim,
+            },
+        );
+    }
+
+    /// P v of a tile.
+    pub(super) fn report_values(&self, tile: &Tile, observer: &mut impl Observer) {
+        observer.product(
+            tile,
+            Product {
+                rows: tile.rows.len(),
+                columns: self.problem.dims().head_dim_v,
+                inner: tile.keys.len(),
+            },
+        );
+    }
+
+    /// The two products of a tile and the exponentials between them.
+    pub(super) fn report_tile(&self, tile: &Tile, observer: &mut impl Observer) {
+        self.report_scores(tile, observer);
+        observer.operations(Operation::Exp, tile.rows.len() * tile.keys.len());
+        self.report_values(tile, observer);
+    }
+
+    /// A block of rows is done.
+    pub(super) fn report_finish(
+        &self,
+        row_block: usize,
+        out: &[T::Acc],
+        lse: &[T::Acc],
+        observer: &mut impl Observer,
+    ) {
+        observer.finish(&Finish {
+            sequence: self.sequence_index,
+            head: self.index,
+            row_block,
+            out,
+            lse,
+        });
+    }
+}
+
+impl<T: Element> Chip<T> {
+    /// The tile of v.
+    pub(super) fn values(&self) -> &[T::Acc] {
+        &self.v
+    }
+}
+
+fn copy_rows<T: Element>(
+    view: &TensorView<'_, T>,
+    [b, h, start]: [usize; 3],
+    rows: &Range<usize>,
+    to: &mut Vec<T::Acc>,
+) {
+    to.clear();
+    for i in rows.clone() {
+        to.extend(view.row(b, h, start + i).map(Element::to_acc));
+    }
+}
+
+fn copy_tile<U: Copy, A>(
+    view: &TensorView<'_, U>,
+    [b, h, q_start, k_start]: [usize; 4],
+    tile: &Tile,
+    to: &mut Vec<A>,
+    widen: impl Fn(U) -> A,
+) {
+    to.clear();
+    for i in tile.rows.clone() {
+        let row = tile.keys.clone();
+        to.extend(row.map(|j| widen(view.at([b, h, q_start + i, k_start + j]))));
+    }
+}
+
+/// Elements of a broadcast tensor that a tile reads, each once.
+fn distinct(given: &[usize; 4], tile: &Tile) -> usize {
+    let rows = if given[2] == 1 { 1 } else { tile.rows.len() };
+    let keys = if given[3] == 1 { 1 } else { tile.keys.len() };
+    rows * keys
+}

@@ -1,0 +1,160 @@
+//! The three algorithms as the papers write them, on [`TileMath`](crate::tile::TileMath).
+//!
+//! | | loops | O | leaves fast memory |
+//! |---|---|---|---|
+//! | [`standard`] | S, then P, then O | normalised weights P | S and P |
+//! | [`fa1`] | keys outside, rows inside | normalised at every step | O, ℓ and m, at every step |
+//! | [`fa2`] | rows outside, keys inside | Õ, one division at the end | out and lse, once |
+//!
+//! They take any problem (pages are gathered first), work in the accumulator type of the inputs'
+//! dtype, and tell an [`Observer`] of every load, store and change of state.
+//!
+//! Each forms Σ e^(s − m) v (fa1 and fa2) or e^(s − m)/ℓ (standard) in the accumulator type, so
+//! seqlen_k · max|v| must not overflow it for fa1 and fa2.
+
+pub mod fa1;
+pub mod fa2;
+mod head;
+pub mod standard;
+
+use std::ops::Range;
+
+use crate::backend::check_outputs;
+use crate::dtype::Element;
+use crate::error::{Error, Result};
+use crate::inputs::Inputs;
+use crate::observe::{Observer, Tensor, Transfer};
+use crate::paged::{Gathered, gather};
+use crate::problem::Problem;
+use crate::view::TensorViewMut;
+
+pub use fa1::fa1_block_sizes;
+
+/// Rows and keys a tile: B_r and B_c.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockSizes {
+    rows: usize,
+    keys: usize,
+}
+
+impl BlockSizes {
+    /// B_r = `rows`, B_c = `keys`. The last tile of either axis may be smaller.
+    ///
+    /// # Errors
+    /// [`Error::Option`] if either is 0.
+    pub fn new(rows: usize, keys: usize) -> Result<Self> {
+        if rows == 0 || keys == 0 {
+            return Err(Error::option(
+                "block sizes",
+                "at least one row and one key",
+                format!("{rows} × {keys}"),
+            ));
+        }
+        Ok(BlockSizes { rows, keys })
+    }
+
+    /// B_r.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// B_c.
+    pub fn keys(&self) -> usize {
+        self.keys
+    }
+}
+
+/// The blocks of an axis of length `n`, numbered.
+fn blocks(n: usize, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+    (0..n)
+        .step_by(size)
+        .map(move |start| start..start.saturating_add(size).min(n))
+        .enumerate()
+}
+
+/// Checks the call and gathers pages.
+fn prepare<T: Element>(
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    outputs: &mut Outputs<'_, T>,
+) -> Result<Gathered<T>> {
+    if Problem::new(inputs, problem.options())? != *problem {
+        return Err(Error::shape(
+            "problem",
+            "the one that the inputs pose",
+            "another one",
+        ));
+    }
+    check_outputs(
+        problem,
+        &T::erase_mut(outputs.out.reborrow()),
+        outputs.lse.as_ref(),
+    )?;
+    gather(problem, inputs)
+}
+
+/// Where results go.
+struct Outputs<'a, T> {
+    out: TensorViewMut<'a, T>,
+    lse: Option<TensorViewMut<'a, f32>>,
+}
+
+impl<T: Element> Outputs<'_, T> {
+    /// Gives the rows that belong to no sequence their 0 and −∞.
+    fn clear_rows_of_no_sequence(&mut self, problem: &Problem) {
+        if !problem.is_packed() {
+            return;
+        }
+        // Packed sequences stand one after another from row 0 on.
+        let first = problem
+            .sequences()
+            .last()
+            .map_or(0, |sequence| sequence.q_start + sequence.seqlen_q);
+        let [batch, heads, seqlen_q, _] = self.out.shape();
+        for b in 0..batch {
+            for h in 0..heads {
+                for i in first..seqlen_q {
+                    self.out.row_mut(b, h, i).fill(T::default());
+                    if let Some(lse) = &mut self.lse {
+                        lse.row_mut(b, h, i)[0] = f32::NEG_INFINITY;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rounds a block of finished rows to the dtype and stores it.
+    fn store(
+        &mut self,
+        head: &head::Head<'_, '_, T>,
+        rows: &Range<usize>,
+        out: &[T::Acc],
+        lse: &[T::Acc],
+        observer: &mut impl Observer,
+    ) {
+        let (b, h) = (head.sequence().q_batch, head.index());
+        let width = self.out.shape()[3];
+        for (r, i) in rows.clone().enumerate() {
+            let i = head.sequence().q_start + i;
+            let row = self.out.row_mut(b, h, i);
+            for (to, &x) in row.iter_mut().zip(&out[r * width..]) {
+                *to = T::from_acc(x);
+            }
+            if let Some(to) = &mut self.lse {
+                to.row_mut(b, h, i)[0] = lse[r].to_f64() as f32;
+            }
+        }
+        observer.store(transfer::<T>(Tensor::Out, rows.len() * width));
+        if self.lse.is_some() {
+            observer.store(transfer::<f32>(Tensor::Lse, rows.len()));
+        }
+    }
+}
+
+fn transfer<E>(tensor: Tensor, elements: usize) -> Transfer {
+    Transfer {
+        tensor,
+        elements,
+        element_bytes: size_of::<E>(),
+    }
+}

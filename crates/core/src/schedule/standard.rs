@@ -1,0 +1,156 @@
+//! Standard attention (Dao et al. 2022, algorithm 0): S is written to memory and read back, and so is
+//! P. The baseline that tiling is measured against: seqlen_q × seqlen_k numbers twice, for every
+//! head, whatever the mask hides.
+
+use super::head::{Chip, for_each_head};
+use super::{BlockSizes, Outputs, blocks, prepare, transfer};
+use crate::dtype::{Element, Float};
+use crate::error::{Error, Result};
+use crate::inputs::Inputs;
+use crate::observe::{Observer, Operation, Tensor};
+use crate::problem::Problem;
+use crate::softmax::{exponent_base, max_or_nan};
+use crate::tile::TileSpec;
+use crate::view::TensorViewMut;
+
+/// out and lse of `problem`, with the two products in tiles of `sizes`.
+///
+/// Shapes, every element written, and errors are those of [`fa2::forward`](super::fa2::forward).
+///
+/// # Errors
+/// Besides those: [`Error::OutOfMemory`] if S and P cannot be had.
+pub fn forward<T: Element>(
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    sizes: BlockSizes,
+    observer: &mut impl Observer,
+    out: TensorViewMut<'_, T>,
+    lse: Option<TensorViewMut<'_, f32>>,
+) -> Result<()> {
+    let mut outputs = Outputs { out, lse };
+    let gathered = prepare(problem, inputs, &mut outputs)?;
+    let (problem, inputs) = (gathered.problem(), gathered.inputs(inputs));
+    outputs.clear_rows_of_no_sequence(problem);
+    let width = problem.dims().head_dim_v;
+    let mut chip = Chip::<T>::default();
+    let mut tile_scores = Vec::new();
+    let (mut out, mut lse) = (Vec::new(), Vec::new());
+    for_each_head(problem, &inputs, |head| {
+        let sequence = head.sequence();
+        let seqlen_k = sequence.seqlen_k;
+        let mut s = matrix::<T::Acc>(sequence.seqlen_q, seqlen_k)?;
+        let mut p = matrix::<T::Acc>(sequence.seqlen_q, seqlen_k)?;
+
+        // S = q kᵀ, tile by tile.
+        for (i, rows) in blocks(sequence.seqlen_q, sizes.rows()) {
+            head.load_q(&mut chip, &rows, observer);
+            let spec = head.spec(&rows);
+            for key_block in blocks(seqlen_k, sizes.keys()) {
+                let tile = head.tile(&spec, i, key_block);
+                head.load_k(&mut chip, &tile.keys, observer);
+                head.load_modifiers(&mut chip, &tile, observer);
+                spec.scores(&head.block(&chip, &tile), &mut tile_scores)?;
+                head.report_scores(&tile, observer);
+                for (r, row) in rows.clone().enumerate() {
+                    s[row * seqlen_k..][tile.keys.clone()]
+                        .copy_from_slice(&tile_scores[r * tile.keys.len()..][..tile.keys.len()]);
+                }
+                observer.store(transfer::<T::Acc>(Tensor::S, tile_scores.len()));
+            }
+        }
+
+        // P = softmax(S), row by row.
+        let spec = head.spec(&(0..sequence.seqlen_q));
+        lse.resize(sequence.seqlen_q, T::Acc::default());
+        for (row, lse) in lse.iter_mut().enumerate() {
+            observer.load(transfer::<T::Acc>(Tensor::S, seqlen_k));
+            let at = row * seqlen_k..(row + 1) * seqlen_k;
+            *lse = softmax_row(&spec, &s[at.clone()], &mut p[at]);
+            observer.operations(Operation::Exp, seqlen_k);
+            observer.operations(Operation::Divide, seqlen_k);
+            observer.store(transfer::<T::Acc>(Tensor::P, seqlen_k));
+        }
+
+        // O = P v, tile by tile.
+        for (i, rows) in blocks(sequence.seqlen_q, sizes.rows()) {
+            let spec = head.spec(&rows);
+            out.clear();
+            out.resize(rows.len() * width, T::Acc::default());
+            for key_block in blocks(seqlen_k, sizes.keys()) {
+                let tile = head.tile(&spec, i, key_block);
+                head.load_v(&mut chip, &tile.keys, observer);
+                let elements = rows.len() * tile.keys.len();
+                observer.load(transfer::<T::Acc>(Tensor::P, elements));
+                for (r, row) in rows.clone().enumerate() {
+                    let p = &p[row * seqlen_k..][tile.keys.clone()];
+                    add_values(p, chip.values(), &mut out[r * width..][..width]);
+                }
+                head.report_values(&tile, observer);
+            }
+            let lse = &lse[rows.clone()];
+            head.report_finish(i, &out, lse, observer);
+            outputs.store(head, &rows, &out, lse, observer);
+        }
+        Ok(())
+    })
+}
+
+/// What P holds where a key is hidden: a zero that can be told from a weight that underflowed, which
+/// is +0.
+fn hidden<F: Float>() -> F {
+    F::neg_zero()
+}
+
+/// Three-pass softmax of one row of S; gives lse.
+fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> F {
+    let sink = spec.sink().unwrap_or(F::neg_infinity());
+    let m = s.iter().fold(sink, |m, &s| max_or_nan(m, s));
+    let base = exponent_base(m);
+    let mut l = (sink - base).exp();
+    for &s in s {
+        l += (s - base).exp();
+    }
+    for (p, &s) in p.iter_mut().zip(s) {
+        *p = if s == F::neg_infinity() {
+            hidden()
+        } else {
+            (s - base).exp() / l
+        };
+    }
+    if m == F::neg_infinity() {
+        m
+    } else {
+        m + l.ln()
+    }
+}
+
+/// out += p v, leaving out hidden keys: their values may be NaN.
+fn add_values<F: Float>(p: &[F], v: &[F], out: &mut [F]) {
+    let width = out.len();
+    for (key, &p) in p.iter().enumerate() {
+        if p == hidden() && p.is_sign_negative() {
+            continue;
+        }
+        for (out, &v) in out.iter_mut().zip(&v[key * width..]) {
+            *out += p * v;
+        }
+    }
+}
+
+/// A matrix of zeros in slow memory.
+fn matrix<F: Float>(rows: usize, columns: usize) -> Result<Vec<F>> {
+    let mut matrix = Vec::new();
+    match rows.checked_mul(columns) {
+        Some(len) if matrix.try_reserve_exact(len).is_ok() => {
+            matrix.resize(len, F::zero());
+            Ok(matrix)
+        }
+        _ => Err(Error::OutOfMemory {
+            backend: "tilewise".into(),
+            what: "the scores of one head".into(),
+            bytes: (size_of::<F>() as u64)
+                .saturating_mul(rows as u64)
+                .saturating_mul(columns as u64),
+        }),
+    }
+}

@@ -1,0 +1,10 @@
+//! tilewise-core from outside: the definition, the laws, the schedules.
+
+mod common;
+mod laws;
+mod merge;
+mod observe;
+mod reference;
+mod schedules;
+mod softmax;
+mod tolerance;

@@ -1,0 +1,255 @@
+//! The three schedules against the naive definition, over everything a problem can ask for.
+
+use crate::common::{Case, Data, Layout, Noise, Sequences, Stored, case};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseResult;
+use tilewise_core::half::{bf16, f16};
+use tilewise_core::schedule::{fa1, fa2, standard};
+use tilewise_core::{
+    Algorithm, BlockSizes, Comparison, Element, ErrorClass, Inputs, Judge, NoObserver, Options,
+    Problem, RowSample, TensorView, TensorViewMut,
+};
+
+struct Output<T> {
+    out: Vec<T>,
+    lse: Vec<f32>,
+}
+
+fn run<T: Element>(
+    algorithm: Algorithm,
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    blocks: (usize, usize),
+) -> Output<T> {
+    let dims = problem.dims();
+    let blocks = BlockSizes::new(blocks.0, blocks.1).unwrap();
+    // What is not written stays NaN.
+    let mut out = vec![T::from_f64(f64::NAN); dims.out_shape().iter().product()];
+    let mut lse = vec![f32::NAN; dims.lse_shape().iter().product()];
+    let out_view = TensorViewMut::bhsd(&mut out, dims.out_shape()).unwrap();
+    let lse_view = TensorViewMut::bhs(&mut lse, dims.lse_shape()).unwrap();
+    match algorithm {
+        Algorithm::Standard => standard::forward(
+            problem,
+            inputs,
+            blocks,
+            &mut NoObserver,
+            out_view,
+            Some(lse_view),
+        ),
+        Algorithm::Fa1 => fa1::forward(
+            problem,
+            inputs,
+            blocks,
+            &mut NoObserver,
+            out_view,
+            Some(lse_view),
+        ),
+        _ => fa2::forward(
+            problem,
+            inputs,
+            blocks,
+            &mut NoObserver,
+            out_view,
+            Some(lse_view),
+        ),
+    }
+    .unwrap();
+    Output { out, lse }
+}
+
+fn compare<T: Element>(judge: &Judge, problem: &Problem, output: &Output<T>) -> Comparison {
+    let [b, h, s] = problem.dims().lse_shape();
+    judge
+        .compare(
+            &TensorView::bhsd(&output.out, problem.dims().out_shape()).unwrap(),
+            Some(&TensorView::bhsd(&output.lse, [b, h, s, 1]).unwrap()),
+        )
+        .unwrap()
+}
+
+/// All three against the reference.
+fn check<T: Element>(
+    inputs: &Inputs<'_, T>,
+    options: &Options,
+    blocks: (usize, usize),
+) -> TestCaseResult {
+    let problem = Problem::new(inputs, options).unwrap();
+    let judge = Judge::new(&problem, inputs, &RowSample::all(&problem));
+    for algorithm in Algorithm::ALL {
+        let output = run(algorithm, &problem, inputs, blocks);
+        let comparison = compare(&judge, &problem, &output);
+        prop_assert!(comparison.pass, "{algorithm} {}: {comparison:?}", T::DTYPE);
+    }
+    Ok(())
+}
+
+fn check_case<T: Element>(case: &Case) -> TestCaseResult {
+    let data: Data<T> = case.data();
+    check(&data.inputs(), &data.options, case.blocks)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+    #[test]
+    fn f32_equals_the_definition(case in case()) {
+        check_case::<f32>(&case)?;
+    }
+
+    #[test]
+    fn f64_equals_the_definition(case in case()) {
+        check_case::<f64>(&case)?;
+    }
+
+    #[test]
+    fn f16_equals_the_definition(case in case()) {
+        check_case::<f16>(&case)?;
+    }
+
+    #[test]
+    fn bf16_equals_the_definition(case in case()) {
+        check_case::<bf16>(&case)?;
+    }
+
+    /// A NaN or an infinity in q, k, v or bias: every row that must be NaN is, and no other changes.
+    #[test]
+    fn what_is_no_number_stays_in_its_rows(
+        mut case in case(),
+        places in proptest::collection::vec((0usize..4, any::<usize>(), any::<bool>()), 1..3),
+    ) {
+        case.sequences = Sequences::Dense;
+        let (heads, kv) = (case.num_kv_heads * case.group, case.num_kv_heads);
+        let shapes = [
+            [case.batch, heads, case.seqlen_q, case.head_dim],
+            [case.batch, kv, case.seqlen_k, case.head_dim],
+            [case.batch, kv, case.seqlen_k, case.head_dim_v],
+            [case.batch, heads, case.seqlen_q, case.seqlen_k],
+        ];
+        let mut noise = Noise(case.seed);
+        let mut tensors = shapes.map(|shape| noise.tensor::<f32>(shape.iter().product(), 1.0));
+        for (tensor, place, infinite) in places {
+            let tensor = &mut tensors[tensor];
+            if !tensor.is_empty() {
+                let at = place % tensor.len();
+                tensor[at] = if infinite { f32::INFINITY } else { f32::NAN };
+            }
+        }
+        let [q, k, v, bias] = tensors;
+        let inputs = Inputs::new(
+            TensorView::bhsd(&q, shapes[0]).unwrap(),
+            TensorView::bhsd(&k, shapes[1]).unwrap(),
+            TensorView::bhsd(&v, shapes[2]).unwrap(),
+        )
+        .bias(TensorView::bhsd(&bias, shapes[3]).unwrap());
+        check(&inputs, &case.options(), case.blocks)?;
+    }
+}
+
+fn plain(seed: u64, shapes: [[usize; 4]; 3], magnitude: f64) -> [Stored<f32>; 3] {
+    let mut noise = Noise(seed);
+    shapes.map(|shape| {
+        let values = noise.tensor(shape.iter().product(), magnitude);
+        Stored::new(&values, shape, Layout::Bhsd)
+    })
+}
+
+#[test]
+fn more_queries_than_keys_leave_empty_rows() {
+    let [q, k, v] = plain(1, [[1, 2, 11, 5], [1, 1, 4, 5], [1, 1, 4, 3]], 1.0);
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let options = Options::new().causal(true);
+    let problem = Problem::new(&inputs, &options).unwrap();
+    for blocks in [(1, 1), (4, 3), (16, 16)] {
+        check(&inputs, &options, blocks).unwrap();
+        for algorithm in Algorithm::ALL {
+            let output = run(algorithm, &problem, &inputs, blocks);
+            for row in 0..22 {
+                let empty = row % 11 < 7;
+                assert_eq!(output.lse[row] == f32::NEG_INFINITY, empty);
+                assert_eq!(output.out[row * 3..][..3] == [0.0; 3], empty);
+            }
+        }
+    }
+}
+
+/// The first block a row visits hides everything, and later scores lie far below 0: a maximum that
+/// started anywhere but at −∞ would lose them.
+#[test]
+fn low_scores_after_an_empty_block_are_kept() {
+    let shape = [1, 1, 1, 1];
+    let (q, v) = ([1f32], [1f32, 2.0, 3.0, 4.0]);
+    let k = [0f32, 0.0, -3e4, -3e4];
+    let mask = [0u8, 0, 1, 1];
+    let inputs = Inputs::new(
+        TensorView::bhsd(&q, shape).unwrap(),
+        TensorView::bhsd(&k, [1, 1, 4, 1]).unwrap(),
+        TensorView::bhsd(&v, [1, 1, 4, 1]).unwrap(),
+    )
+    .mask(TensorView::bhsd(&mask, [1, 1, 1, 4]).unwrap());
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    for algorithm in Algorithm::ALL {
+        let output = run(algorithm, &problem, &inputs, (1, 2));
+        assert_eq!(output.out, [3.5], "{algorithm}");
+        assert_eq!(output.lse, [-3e4 + 2f32.ln()], "{algorithm}");
+    }
+}
+
+#[test]
+fn huge_and_tiny_scores_are_exact_enough() {
+    for magnitude in [1e-30, 1e4, 1e15] {
+        let shapes = [[1, 2, 9, 8], [1, 2, 13, 8], [1, 2, 13, 8]];
+        let [q, k, _] = plain(3, shapes, magnitude);
+        let [_, _, v] = plain(3, shapes, 1.0);
+        let inputs = Inputs::new(q.view(), k.view(), v.view());
+        for options in [
+            Options::new(),
+            Options::new().causal(true),
+            Options::new().softcap(30.0),
+        ] {
+            check(&inputs, &options, (4, 4)).unwrap();
+        }
+    }
+}
+
+/// A result does not depend on how it is tiled beyond rounding, nor on other rows at all.
+#[test]
+fn other_rows_do_not_change_a_bit() {
+    let [q, k, v] = plain(4, [[2, 4, 10, 7], [2, 2, 12, 7], [2, 2, 12, 6]], 1.0);
+    let options = Options::new().causal(true);
+    let whole = Inputs::new(q.view(), k.view(), v.view());
+    let problem = Problem::new(&whole, &options).unwrap();
+    for algorithm in Algorithm::ALL {
+        let all = run(algorithm, &problem, &whole, (4, 5));
+        let alone = Inputs::new(
+            q.view().narrow(0, 1..2),
+            k.view().narrow(0, 1..2),
+            v.view().narrow(0, 1..2),
+        );
+        let part = run(
+            algorithm,
+            &Problem::new(&alone, &options).unwrap(),
+            &alone,
+            (4, 5),
+        );
+        assert_eq!(all.out[4 * 10 * 6..], part.out);
+        assert_eq!(all.lse[4 * 10..], part.lse);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let [q, k, v] = plain(5, [[1, 1, 3, 2], [1, 1, 4, 2], [1, 1, 4, 2]], 1.0);
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let blocks = BlockSizes::new(2, 2).unwrap();
+    let mut out = [0f32; 6];
+    let short = TensorViewMut::bhsd(&mut out, [1, 1, 2, 2]).unwrap();
+    let error = fa2::forward(&problem, &inputs, blocks, &mut NoObserver, short, None).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Shape);
+    let other = Inputs::new(q.view(), k.view().narrow(2, 0..3), v.view().narrow(2, 0..3));
+    for forward in [standard::forward, fa1::forward, fa2::forward] {
+        let out = TensorViewMut::bhsd(&mut out, [1, 1, 3, 2]).unwrap();
+        assert!(forward(&problem, &other, blocks, &mut NoObserver, out, None).is_err());
+    }
+    assert!(BlockSizes::new(0, 1).is_err() && BlockSizes::new(1, 0).is_err());
+}
