@@ -1,0 +1,129 @@
+//! Instruction sets: which there are, and which one a call uses.
+
+use std::fmt;
+use std::str::FromStr;
+
+use tilewise_core::{Error, Result};
+
+/// The instruction set of the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// What the `wide` crate makes of the target's baseline: NEON, wasm SIMD, SSE2.
+    Portable,
+}
+
+/// Forces the instruction set of every [`CpuBackend`](crate::CpuBackend) that does not name one.
+pub const ISA_VARIABLE: &str = "TILEWISE_ISA";
+
+impl Isa {
+    /// Every instruction set, best first.
+    pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Portable];
+
+    /// The name as accepted by [`FromStr`].
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Avx512 => "avx512",
+            Isa::Avx2 => "avx2",
+            Isa::Portable => "portable",
+        }
+    }
+
+    /// Whether this processor has it.
+    pub fn is_available(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                Isa::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            Isa::Portable => true,
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => false,
+        }
+    }
+
+    /// Those that this processor has, best first.
+    pub fn available() -> Vec<Isa> {
+        Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
+    }
+
+    /// The best that this processor has.
+    pub fn best() -> Isa {
+        Isa::available()[0]
+    }
+
+    /// This instruction set, if the processor has it.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`]: there is no falling back from what was asked for.
+    pub fn checked(self) -> Result<Isa> {
+        if self.is_available() {
+            Ok(self)
+        } else {
+            let has: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
+            Err(Error::Unavailable {
+                backend: "cpu".into(),
+                reason: format!("this processor has no {self}, it has {}", has.join(", ")),
+            })
+        }
+    }
+
+    /// What `TILEWISE_ISA` asks for, or the best.
+    ///
+    /// # Errors
+    /// [`Error::Option`] if it is no name, [`Error::Unavailable`] if the processor lacks it.
+    pub fn from_env() -> Result<Isa> {
+        match std::env::var(ISA_VARIABLE) {
+            Ok(name) if !name.is_empty() => name.parse::<Isa>()?.checked(),
+            _ => Ok(Isa::best()),
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        match s.to_ascii_lowercase().as_str() {
+            "avx512" => Ok(Isa::Avx512),
+            "avx2" => Ok(Isa::Avx2),
+            "portable" => Ok(Isa::Portable),
+            _ => Err(Error::option("isa", "avx512, avx2 or portable", s)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_go_both_ways_and_the_portable_one_is_always_there() {
+        for isa in Isa::ALL {
+            assert_eq!(isa.name().parse::<Isa>().unwrap(), isa);
+            assert_eq!(isa.checked().is_ok(), Isa::available().contains(&isa));
+        }
+        assert!(Isa::available().contains(&Isa::Portable));
+        assert!("sse9".parse::<Isa>().is_err());
+    }
+}

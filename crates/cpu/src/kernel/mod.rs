@@ -1,0 +1,104 @@
+//! The tile kernels: everything that runs inside one instruction set.
+//!
+//! A kernel works on a [`Block`]: a few query rows (at most [`Vector::MR`]) against one tile of
+//! packed keys. Its scores and probabilities live in a strip of `MR` × [`s_stride`] numbers that
+//! stays in L1; Õ, m and ℓ of the rows are updated in place.
+
+pub(crate) mod gemm;
+pub(crate) mod pack;
+pub(crate) mod rows;
+pub(crate) mod scores;
+pub(crate) mod softmax;
+pub(crate) mod table;
+pub(crate) mod weighted;
+
+use tilewise_core::Element;
+
+#[cfg(doc)]
+use crate::simd::Vector;
+
+/// Bytes between two rows of a strip of scores. A constant, so that the microkernel reaches all its
+/// rows from one pointer; 17 cache lines, so that rows do not fall into the same sets.
+const STRIP_BYTES: usize = 1088;
+
+/// Most keys of a tile in bytes of accumulator type.
+const TILE_BYTES: usize = 1024;
+
+/// Elements between two rows of a strip.
+pub(crate) const fn s_stride<E>() -> usize {
+    STRIP_BYTES / size_of::<E>()
+}
+
+/// The most keys a tile may have.
+pub(crate) const fn max_key_tile<E>() -> usize {
+    TILE_BYTES / size_of::<E>()
+}
+
+/// The most rows of a register block of any binding.
+pub(crate) const MAX_MR: usize = 12;
+
+/// What happens to q·k before the softmax, for the rows and keys of one block. Without it the
+/// strip holds raw dot products and the scale is folded into [`Block::c`].
+#[derive(Clone, Copy)]
+pub(crate) struct Modifiers<T: Element> {
+    pub(crate) scale: T::Acc,
+    pub(crate) softcap: Option<T::Acc>,
+    /// Bias of row 0 and key 0 of the block.
+    pub(crate) bias: Option<Plane<T>>,
+    /// (slope, position of row 0 on the key axis less the position of key 0).
+    pub(crate) alibi: Option<(T::Acc, i64)>,
+    /// Mask of row 0 and key 0 of the block.
+    pub(crate) mask: Option<Plane<u8>>,
+}
+
+/// A pointer into a tensor with the steps to the next row and key.
+#[derive(Clone, Copy)]
+pub(crate) struct Plane<T> {
+    pub(crate) at: *const T,
+    pub(crate) row: isize,
+    pub(crate) key: isize,
+}
+
+impl<T> Plane<T> {
+    /// The same plane from another row and key on.
+    pub(crate) fn moved(self, rows: usize, keys: usize) -> Self {
+        let steps = rows as isize * self.row + keys as isize * self.key;
+        Plane { at: self.at.wrapping_offset(steps), ..self }
+    }
+}
+
+/// Some query rows against one tile of packed keys.
+pub(crate) struct Block<T: Element> {
+    /// Rows, 1 ..= mr.
+    pub(crate) rows: usize,
+    /// Rows of the register block: one of the sizes in [`table::Kernels::row_blocks`].
+    pub(crate) mr: usize,
+    pub(crate) head_dim: usize,
+    /// head_dim_v rounded up to whole vectors.
+    pub(crate) width: usize,
+    /// Packed queries, `[head_dim][mr]`.
+    pub(crate) q: *const T::Acc,
+    /// Packed keys of the tile, `[panel][head_dim][NR]`.
+    pub(crate) k: *const T::Acc,
+    /// Packed values of the tile, `[panel][..][NR]`, panels `v_panel` apart.
+    pub(crate) v: *const T::Acc,
+    pub(crate) v_panel: usize,
+    /// The keys of the tile that any row sees: lo < hi.
+    pub(crate) lo: usize,
+    pub(crate) hi: usize,
+    /// What each row sees of them.
+    pub(crate) live: [(usize, usize); MAX_MR],
+    /// The strip, `[mr][s_stride]`.
+    pub(crate) s: *mut T::Acc,
+    /// Õ, `[mr][width]`.
+    pub(crate) acc: *mut T::Acc,
+    /// `[rows]`, in units of the strip.
+    pub(crate) m: *mut T::Acc,
+    /// `[rows]`.
+    pub(crate) l: *mut T::Acc,
+    /// log₂e times the natural-log units of one unit of the strip; above 0.
+    pub(crate) c: T::Acc,
+    pub(crate) modifiers: Option<Modifiers<T>>,
+    /// A value of the tile is NaN or infinite: 0 · v is not 0, so hidden keys must be left out.
+    pub(crate) careful: bool,
+}

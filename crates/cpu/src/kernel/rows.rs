@@ -1,0 +1,55 @@
+//! Whole rows: the end of a row's state, and the joining of two.
+
+use tilewise_core::Element;
+
+use crate::simd::{Convert, MAX_LANES, Vector};
+
+/// out = Õ/divisor, rounded to T.
+///
+/// # Safety
+/// The processor has V's instructions; `acc` has `len` elements rounded up to whole vectors, `out`
+/// has `len`.
+#[inline(always)]
+pub(crate) unsafe fn finish<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
+    acc: *const V::E,
+    divisor: V::E,
+    len: usize,
+    out: *mut T,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let divisor = V::splat(divisor);
+        let mut first = 0;
+        while first + V::LANES <= len {
+            V::load(acc.add(first)).div(divisor).store_to(out.add(first));
+            first += V::LANES;
+        }
+        if first < len {
+            let mut lanes = [T::default(); MAX_LANES];
+            V::load(acc.add(first)).div(divisor).store_to(lanes.as_mut_ptr());
+            std::ptr::copy_nonoverlapping(lanes.as_ptr(), out.add(first), len - first);
+        }
+    }
+}
+
+/// x = a·x + b·y, element by element.
+///
+/// # Safety
+/// The processor has V's instructions; `x` and `y` have `len` elements, a whole number of vectors.
+#[inline(always)]
+pub(crate) unsafe fn combine<V: Vector>(
+    len: usize,
+    a: V::E,
+    x: *mut V::E,
+    b: V::E,
+    y: *const V::E,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (a, b) = (V::splat(a), V::splat(b));
+        for first in (0..len).step_by(V::LANES) {
+            let scaled = V::load(x.add(first)).mul(a);
+            b.fma(V::load(y.add(first)), scaled).store(x.add(first));
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! AVX-512 (F, BW, DQ, VL): 16 lanes of f32, 8 of f64, 32 registers.
+
+use std::arch::x86_64::*;
+
+use tilewise_core::half::{bf16, f16};
+
+use super::{Convert, Vector};
+
+/// Wraps one expression of intrinsics.
+macro_rules! isa {
+    ($($body:tt)*) => {{
+        // SAFETY: `Vector`'s contract says that this is called only where the processor has the
+        // binding's instructions, and that pointers cover the lanes touched.
+        unsafe { $($body)* }
+    }};
+}
+
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+/// 16 lanes of f32.
+#[derive(Clone, Copy)]
+pub(crate) struct F32x16(__m512);
+
+/// 8 lanes of f64.
+#[derive(Clone, Copy)]
+pub(crate) struct F64x8(__m512d);
+
+// SAFETY: the unaligned 512-bit loads and stores touch exactly 16 f32.
+unsafe impl Vector for F32x16 {
+    type E = f32;
+    const LANES: usize = 16;
+    // 12 × 2 accumulators: 24 of the 32 registers, and a panel that stays in L1 for head_dim 128.
+    const MR: usize = 12;
+    const NRV: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        isa!(F32x16(_mm512_set1_ps(x)))
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        isa!(F32x16(_mm512_loadu_ps(from)))
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        isa!(_mm512_storeu_ps(to, self.0))
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        isa!(F32x16(_mm512_add_ps(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        isa!(F32x16(_mm512_sub_ps(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        isa!(F32x16(_mm512_mul_ps(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        isa!(F32x16(_mm512_div_ps(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn fma(self, a: Self, b: Self) -> Self {
+        isa!(F32x16(_mm512_fmadd_ps(self.0, a.0, b.0)))
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        isa!(F32x16(_mm512_max_ps(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        isa!(F32x16(_mm512_roundscale_ps::<NEAREST>(self.0)))
+    }
+    #[inline(always)]
+    unsafe fn scale_or_zero(p: Self, n: Self, x: Self, min: f32) -> Self {
+        isa!({
+            let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x.0, _mm512_set1_ps(min));
+            F32x16(_mm512_maskz_scalef_ps(keep, p.0, n.0))
+        })
+    }
+    #[inline(always)]
+    unsafe fn select_lt(a: Self, b: Self, then: Self, other: Self) -> Self {
+        isa!({
+            let less = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a.0, b.0);
+            F32x16(_mm512_mask_blend_ps(less, other.0, then.0))
+        })
+    }
+    #[inline(always)]
+    unsafe fn abs(self) -> Self {
+        isa!(F32x16(_mm512_abs_ps(self.0)))
+    }
+    #[inline(always)]
+    unsafe fn copysign(self, sign: Self) -> Self {
+        isa!({
+            let mask = _mm512_set1_ps(-0.0);
+            F32x16(_mm512_or_ps(_mm512_andnot_ps(mask, self.0), _mm512_and_ps(mask, sign.0)))
+        })
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(self) -> f32 {
+        isa!(_mm512_reduce_max_ps(self.0))
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(self) -> f32 {
+        isa!(_mm512_reduce_add_ps(self.0))
+    }
+    #[inline(always)]
+    unsafe fn iota() -> Self {
+        isa!(F32x16(_mm512_setr_ps(
+            0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.
+        )))
+    }
+}
+
+// SAFETY: the unaligned 512-bit loads and stores touch exactly 8 f64.
+unsafe impl Vector for F64x8 {
+    type E = f64;
+    const LANES: usize = 8;
+    const MR: usize = 12;
+    const NRV: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f64) -> Self {
+        isa!(F64x8(_mm512_set1_pd(x)))
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f64) -> Self {
+        isa!(F64x8(_mm512_loadu_pd(from)))
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f64) {
+        isa!(_mm512_storeu_pd(to, self.0))
+    }
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        isa!(F64x8(_mm512_add_pd(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        isa!(F64x8(_mm512_sub_pd(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        isa!(F64x8(_mm512_mul_pd(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        isa!(F64x8(_mm512_div_pd(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn fma(self, a: Self, b: Self) -> Self {
+        isa!(F64x8(_mm512_fmadd_pd(self.0, a.0, b.0)))
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        isa!(F64x8(_mm512_max_pd(self.0, other.0)))
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        isa!(F64x8(_mm512_roundscale_pd::<NEAREST>(self.0)))
+    }
+    #[inline(always)]
+    unsafe fn scale_or_zero(p: Self, n: Self, x: Self, min: f64) -> Self {
+        isa!({
+            let keep = _mm512_cmp_pd_mask::<_CMP_NLT_UQ>(x.0, _mm512_set1_pd(min));
+            F64x8(_mm512_maskz_scalef_pd(keep, p.0, n.0))
+        })
+    }
+    #[inline(always)]
+    unsafe fn select_lt(a: Self, b: Self, then: Self, other: Self) -> Self {
+        isa!({
+            let less = _mm512_cmp_pd_mask::<_CMP_LT_OQ>(a.0, b.0);
+            F64x8(_mm512_mask_blend_pd(less, other.0, then.0))
+        })
+    }
+    #[inline(always)]
+    unsafe fn abs(self) -> Self {
+        isa!(F64x8(_mm512_abs_pd(self.0)))
+    }
+    #[inline(always)]
+    unsafe fn copysign(self, sign: Self) -> Self {
+        isa!({
+            let mask = _mm512_set1_pd(-0.0);
+            F64x8(_mm512_or_pd(_mm512_andnot_pd(mask, self.0), _mm512_and_pd(mask, sign.0)))
+        })
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(self) -> f64 {
+        isa!(_mm512_reduce_max_pd(self.0))
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(self) -> f64 {
+        isa!(_mm512_reduce_add_pd(self.0))
+    }
+    #[inline(always)]
+    unsafe fn iota() -> Self {
+        isa!(F64x8(_mm512_setr_pd(0., 1., 2., 3., 4., 5., 6., 7.)))
+    }
+}
+
+// SAFETY: as `Vector`.
+unsafe impl Convert<f64> for F64x8 {
+    #[inline(always)]
+    unsafe fn load_from(from: *const f64) -> Self {
+        isa!(Self::load(from))
+    }
+    #[inline(always)]
+    unsafe fn store_to(self, to: *mut f64) {
+        isa!(self.store(to))
+    }
+}
+
+// SAFETY: as `Vector`.
+unsafe impl Convert<f32> for F32x16 {
+    #[inline(always)]
+    unsafe fn load_from(from: *const f32) -> Self {
+        isa!(Self::load(from))
+    }
+    #[inline(always)]
+    unsafe fn store_to(self, to: *mut f32) {
+        isa!(self.store(to))
+    }
+}
+
+// SAFETY: 256 bits are 16 f16.
+unsafe impl Convert<f16> for F32x16 {
+    #[inline(always)]
+    unsafe fn load_from(from: *const f16) -> Self {
+        isa!(F32x16(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))))
+    }
+    #[inline(always)]
+    unsafe fn store_to(self, to: *mut f16) {
+        isa!(_mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<NEAREST>(self.0)))
+    }
+}
+
+// SAFETY: 256 bits are 16 bf16.
+unsafe impl Convert<bf16> for F32x16 {
+    #[inline(always)]
+    unsafe fn load_from(from: *const bf16) -> Self {
+        isa!({
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            F32x16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+        })
+    }
+    // Not vcvtneps2bf16: it takes subnormals for zero.
+    #[inline(always)]
+    unsafe fn store_to(self, to: *mut bf16) {
+        isa!({
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            let quiet = _mm512_or_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(0x40));
+            let result = _mm512_mask_blend_epi32(nan, rounded, quiet);
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(result))
+        })
+    }
+}

@@ -1,0 +1,100 @@
+//! The small vector trait that the kernels are written over, and its three bindings.
+//!
+//! A kernel is generic over [`Vector`] and `#[inline(always)]` down to the last method; only the
+//! outermost function of each binding (in [`crate::kernel::table`]) carries `#[target_feature]`, so
+//! the whole kernel is compiled for that instruction set and the choice is made once a call.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+pub(crate) mod portable;
+
+use tilewise_core::{Element, Float};
+
+/// The most lanes of any binding: sizes stack buffers.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// A register of f32 or f64 lanes.
+///
+/// # Safety
+/// Implementors promise that `load` and `store` touch exactly `LANES` consecutive elements, which
+/// need no more than element alignment.
+///
+/// Every method may be called only where the processor has the binding's instructions.
+pub(crate) unsafe trait Vector: Copy {
+    /// Lane type.
+    type E: Float;
+    /// Lanes a register.
+    const LANES: usize;
+    /// Rows of the widest register block of the microkernel; see [`crate::kernel::gemm`].
+    const MR: usize;
+    /// Registers across the register block.
+    const NRV: usize;
+    /// Columns of a packed panel.
+    const NR: usize = Self::NRV * Self::LANES;
+
+    unsafe fn splat(x: Self::E) -> Self;
+    unsafe fn load(from: *const Self::E) -> Self;
+    unsafe fn store(self, to: *mut Self::E);
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn div(self, other: Self) -> Self;
+    /// self · a + b, in one rounding where the processor can.
+    unsafe fn fma(self, a: Self, b: Self) -> Self;
+    /// The larger of each pair. Which of a number and a NaN is open.
+    unsafe fn max(self, other: Self) -> Self;
+    /// To the nearest whole number, ties to even. Open outside ±2²².
+    unsafe fn round(self) -> Self;
+    /// p · 2ⁿ, where n holds whole numbers; 0 in lanes where x < `min`. NaN in x gives NaN.
+    unsafe fn scale_or_zero(p: Self, n: Self, x: Self, min: Self::E) -> Self;
+    /// Lane by lane: if a < b then `then`, else `other` (also for NaN).
+    unsafe fn select_lt(a: Self, b: Self, then: Self, other: Self) -> Self;
+    unsafe fn abs(self) -> Self;
+    /// Magnitude of self, sign of `sign`.
+    unsafe fn copysign(self, sign: Self) -> Self;
+    /// The largest lane. Which of numbers and NaN is open.
+    unsafe fn reduce_max(self) -> Self::E;
+    /// The sum of the lanes, in an order that depends on nothing but `LANES`.
+    unsafe fn reduce_add(self) -> Self::E;
+    /// 0, 1, 2, …
+    unsafe fn iota() -> Self;
+}
+
+/// A vector that can be filled from and stored to elements of another type.
+///
+/// # Safety
+/// As [`Vector`]: exactly `LANES` consecutive elements are touched.
+pub(crate) unsafe trait Convert<T: Element>: Vector {
+    /// Widens `LANES` elements, exactly.
+    unsafe fn load_from(from: *const T) -> Self;
+    /// Rounds to nearest even.
+    unsafe fn store_to(self, to: *mut T);
+}
+
+/// Fallback for bindings without conversion instructions: element by element.
+#[inline(always)]
+unsafe fn load_by_element<T: Element, V: Vector<E = T::Acc>>(from: *const T) -> V {
+    let mut wide = [V::E::from_f64(0.0); MAX_LANES];
+    // SAFETY: the caller vouches for LANES ≤ MAX_LANES elements behind `from`.
+    unsafe {
+        for (lane, slot) in wide.iter_mut().take(V::LANES).enumerate() {
+            *slot = from.add(lane).read().to_acc();
+        }
+        V::load(wide.as_ptr())
+    }
+}
+
+/// The reverse of [`load_by_element`].
+#[inline(always)]
+unsafe fn store_by_element<T: Element, V: Vector<E = T::Acc>>(vector: V, to: *mut T) {
+    let mut wide = [V::E::from_f64(0.0); MAX_LANES];
+    // SAFETY: the caller vouches for LANES ≤ MAX_LANES elements behind `to`.
+    unsafe {
+        vector.store(wide.as_mut_ptr());
+        for (lane, slot) in wide.iter().take(V::LANES).enumerate() {
+            to.add(lane).write(T::from_acc(*slot));
+        }
+    }
+}
