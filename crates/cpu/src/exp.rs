@@ -104,7 +104,8 @@ pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
             let ratio = horner(z, &P).div(horner(z, &Q));
             ratio.mul(z).fma(x, x)
         };
-        let e = exp2_nonpositive(size.mul(V::splat(V::E::from_f64(-2.0 * std::f64::consts::LOG2_E))));
+        let e =
+            exp2_nonpositive(size.mul(V::splat(V::E::from_f64(-2.0 * std::f64::consts::LOG2_E))));
         let large = one.sub(e).div(one.add(e)).copysign(x);
         V::select_lt(size, V::splat(V::E::from_f64(0.625)), small, large)
     }

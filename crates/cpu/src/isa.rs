@@ -58,7 +58,10 @@ impl Isa {
 
     /// Those that this processor has, best first.
     pub fn available() -> Vec<Isa> {
-        Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
+        Isa::ALL
+            .into_iter()
+            .filter(|isa| isa.is_available())
+            .collect()
     }
 
     /// The best that this processor has.

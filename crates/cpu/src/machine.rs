@@ -29,9 +29,11 @@ impl Caches {
                     let path = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{name}");
                     fs::read_to_string(path).ok().map(|s| s.trim().to_string())
                 };
-                let (Some(level), Some(kind), Some(size)) =
-                    (read("level"), read("type"), read("size").and_then(|s| bytes(&s)))
-                else {
+                let (Some(level), Some(kind), Some(size)) = (
+                    read("level"),
+                    read("type"),
+                    read("size").and_then(|s| bytes(&s)),
+                ) else {
                     continue;
                 };
                 match (level.as_str(), kind.as_str()) {
@@ -54,15 +56,26 @@ fn bytes(size: &str) -> Option<usize> {
         b'G' => (&size[..size.len() - 1], 1 << 30),
         _ => (size, 1),
     };
-    digits.parse::<usize>().ok()?.checked_mul(factor).filter(|&n| n > 0)
+    digits
+        .parse::<usize>()
+        .ok()?
+        .checked_mul(factor)
+        .filter(|&n| n > 0)
 }
 
 /// The processor's name, as the system gives it.
 pub(crate) fn processor() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     info.lines()
-        .find_map(|line| line.strip_prefix("model name")?.split_once(':').map(|x| x.1))
-        .map_or_else(|| std::env::consts::ARCH.to_string(), |name| name.trim().to_string())
+        .find_map(|line| {
+            line.strip_prefix("model name")?
+                .split_once(':')
+                .map(|x| x.1)
+        })
+        .map_or_else(
+            || std::env::consts::ARCH.to_string(),
+            |name| name.trim().to_string(),
+        )
 }
 
 #[cfg(test)]

@@ -20,7 +20,11 @@ pub(crate) unsafe fn gemm<V: Vector, const MR: usize, const NRV: usize, const PA
 ) {
     // SAFETY: steps k < depth of `a` and `b` are covered, by the caller's promise.
     unsafe {
-        let (row, step) = if PACKED { (1, MR) } else { (s_stride::<V::E>(), 1) };
+        let (row, step) = if PACKED {
+            (1, MR)
+        } else {
+            (s_stride::<V::E>(), 1)
+        };
         let (mut a, mut b) = (a, b);
         for _ in 0..depth {
             let mut columns = [V::load(b); NRV];

@@ -63,7 +63,10 @@ impl<T> Plane<T> {
     /// The same plane from another row and key on.
     pub(crate) fn moved(self, rows: usize, keys: usize) -> Self {
         let steps = rows as isize * self.row + keys as isize * self.key;
-        Plane { at: self.at.wrapping_offset(steps), ..self }
+        Plane {
+            at: self.at.wrapping_offset(steps),
+            ..self
+        }
     }
 }
 

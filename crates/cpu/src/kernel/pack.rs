@@ -52,7 +52,9 @@ pub(crate) unsafe fn transposed<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
             while first < rows.len {
                 let n = V::LANES.min(rows.len - first);
                 let at = row.wrapping_offset(first as isize * rows.step);
-                chunk::<T, V>(at, rows.step, n).mul(sign).store(lanes.as_mut_ptr());
+                chunk::<T, V>(at, rows.step, n)
+                    .mul(sign)
+                    .store(lanes.as_mut_ptr());
                 for (lane, &x) in lanes.iter().take(n).enumerate() {
                     to.add((first + lane) * stride + column).write(x);
                 }

@@ -21,12 +21,16 @@ pub(crate) unsafe fn finish<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
         let divisor = V::splat(divisor);
         let mut first = 0;
         while first + V::LANES <= len {
-            V::load(acc.add(first)).div(divisor).store_to(out.add(first));
+            V::load(acc.add(first))
+                .div(divisor)
+                .store_to(out.add(first));
             first += V::LANES;
         }
         if first < len {
             let mut lanes = [T::default(); MAX_LANES];
-            V::load(acc.add(first)).div(divisor).store_to(lanes.as_mut_ptr());
+            V::load(acc.add(first))
+                .div(divisor)
+                .store_to(lanes.as_mut_ptr());
             std::ptr::copy_nonoverlapping(lanes.as_ptr(), out.add(first), len - first);
         }
     }

@@ -13,7 +13,10 @@ use crate::simd::Vector;
 /// Columns of the strip that hold scores: whole vectors.
 #[inline(always)]
 fn columns<T: Element, V: Vector>(block: &Block<T>) -> (usize, usize) {
-    (block.lo - block.lo % V::LANES, block.hi.next_multiple_of(V::LANES))
+    (
+        block.lo - block.lo % V::LANES,
+        block.hi.next_multiple_of(V::LANES),
+    )
 }
 
 /// m' = max(m, rowmax S), α = e^(m − m'), P = e^(S − m') in place of S, ℓ' = αℓ + rowsum P, Õ' = αÕ.
@@ -104,7 +107,11 @@ pub(crate) unsafe fn normalise<T: Element, V: Vector<E = T::Acc>>(block: &Block<
             let s = block.s.add(row * s_stride::<V::E>());
             let l = block.l.add(row).read();
             // A row without a live key has P = 0 already.
-            let l = if l == V::E::from_f64(0.0) { V::E::from_f64(1.0) } else { l };
+            let l = if l == V::E::from_f64(0.0) {
+                V::E::from_f64(1.0)
+            } else {
+                l
+            };
             let l = V::splat(l);
             for column in (from..to).step_by(V::LANES) {
                 V::load(s.add(column)).div(l).store(s.add(column));
@@ -116,7 +123,11 @@ pub(crate) unsafe fn normalise<T: Element, V: Vector<E = T::Acc>>(block: &Block<
 /// What is subtracted from scores: −∞ (no live key yet) would turn S − m into NaN.
 #[inline(always)]
 fn finite_base<E: tilewise_core::Float>(m: E) -> E {
-    if m == E::neg_infinity() { E::from_f64(0.0) } else { m }
+    if m == E::neg_infinity() {
+        E::from_f64(0.0)
+    } else {
+        m
+    }
 }
 
 #[inline(always)]

@@ -6,10 +6,10 @@ use tilewise_core::half::{bf16, f16};
 
 use super::pack::Rows;
 use super::{Block, pack, rows, scores, softmax, weighted};
+use crate::isa::Isa;
+use crate::simd::{Vector, portable};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{avx2, avx512};
-use crate::simd::{Vector, portable};
-use crate::isa::Isa;
 
 /// The kernels of one instruction set for inputs of type T.
 ///
@@ -17,7 +17,6 @@ use crate::isa::Isa;
 /// handed out by [`CpuElement::kernels`] for an [`Isa`] found at run time only.
 #[derive(Clone, Copy)]
 pub(crate) struct Kernels<T: Element> {
-    pub(crate) isa: Isa,
     /// Lanes a register.
     pub(crate) lanes: usize,
     /// Columns of a packed panel.
@@ -57,7 +56,7 @@ const fn row_blocks(mr: usize) -> &'static [usize] {
 }
 
 macro_rules! table {
-    ($T:ty, $V:ty, $isa:expr $(, $features:literal)?) => {{
+    ($T:ty, $V:ty $(, $features:literal)?) => {{
         type T = $T;
         type V = $V;
         type Acc = <$T as Element>::Acc;
@@ -116,7 +115,6 @@ macro_rules! table {
             unsafe { rows::combine::<V>(len, a, x, b, y) }
         }
         Kernels {
-            isa: $isa,
             lanes: <V as Vector>::LANES,
             nr: <V as Vector>::NR,
             row_blocks: row_blocks(<V as Vector>::MR),
@@ -145,7 +143,6 @@ mod sealed {
         fn kernels(isa: Isa) -> Kernels<Self>;
     }
 }
-pub(crate) use sealed::HasKernels;
 
 /// An element type that this backend has kernels for: f64, f32, f16 and bf16. Sealed.
 pub trait CpuElement: sealed::HasKernels {}
@@ -160,12 +157,11 @@ macro_rules! element {
                     Isa::Avx512 => table!(
                         $T,
                         $avx512,
-                        Isa::Avx512,
                         "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
                     ),
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => table!($T, $avx2, Isa::Avx2, "avx2,fma,f16c"),
-                    _ => table!($T, $portable, Isa::Portable),
+                    Isa::Avx2 => table!($T, $avx2, "avx2,fma,f16c"),
+                    _ => table!($T, $portable),
                 }
             }
         }

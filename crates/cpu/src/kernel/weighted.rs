@@ -80,9 +80,7 @@ unsafe fn range<T: Element, V: Vector<E = T::Acc>, const MR: usize>(
 #[inline(always)]
 unsafe fn is_finite<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>, key: usize) -> bool {
     // SAFETY: the caller's promise.
-    unsafe {
-        (0..block.width).all(|column| value::<T, V>(block, key, column).is_finite())
-    }
+    unsafe { (0..block.width).all(|column| value::<T, V>(block, key, column).is_finite()) }
 }
 
 #[inline(always)]

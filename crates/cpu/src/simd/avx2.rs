@@ -98,13 +98,19 @@ unsafe impl Vector for F32x8 {
     unsafe fn copysign(self, sign: Self) -> Self {
         isa!({
             let mask = _mm256_set1_ps(-0.0);
-            F32x8(_mm256_or_ps(_mm256_andnot_ps(mask, self.0), _mm256_and_ps(mask, sign.0)))
+            F32x8(_mm256_or_ps(
+                _mm256_andnot_ps(mask, self.0),
+                _mm256_and_ps(mask, sign.0),
+            ))
         })
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
         isa!({
-            let half = _mm_max_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+            let half = _mm_max_ps(
+                _mm256_castps256_ps128(self.0),
+                _mm256_extractf128_ps::<1>(self.0),
+            );
             let pair = _mm_max_ps(half, _mm_movehl_ps(half, half));
             _mm_cvtss_f32(_mm_max_ss(pair, _mm_shuffle_ps::<1>(pair, pair)))
         })
@@ -112,7 +118,10 @@ unsafe impl Vector for F32x8 {
     #[inline(always)]
     unsafe fn reduce_add(self) -> f32 {
         isa!({
-            let half = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps::<1>(self.0));
+            let half = _mm_add_ps(
+                _mm256_castps256_ps128(self.0),
+                _mm256_extractf128_ps::<1>(self.0),
+            );
             let pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
             _mm_cvtss_f32(_mm_add_ss(pair, _mm_shuffle_ps::<1>(pair, pair)))
         })
@@ -196,20 +205,29 @@ unsafe impl Vector for F64x4 {
     unsafe fn copysign(self, sign: Self) -> Self {
         isa!({
             let mask = _mm256_set1_pd(-0.0);
-            F64x4(_mm256_or_pd(_mm256_andnot_pd(mask, self.0), _mm256_and_pd(mask, sign.0)))
+            F64x4(_mm256_or_pd(
+                _mm256_andnot_pd(mask, self.0),
+                _mm256_and_pd(mask, sign.0),
+            ))
         })
     }
     #[inline(always)]
     unsafe fn reduce_max(self) -> f64 {
         isa!({
-            let half = _mm_max_pd(_mm256_castpd256_pd128(self.0), _mm256_extractf128_pd::<1>(self.0));
+            let half = _mm_max_pd(
+                _mm256_castpd256_pd128(self.0),
+                _mm256_extractf128_pd::<1>(self.0),
+            );
             _mm_cvtsd_f64(_mm_max_sd(half, _mm_unpackhi_pd(half, half)))
         })
     }
     #[inline(always)]
     unsafe fn reduce_add(self) -> f64 {
         isa!({
-            let half = _mm_add_pd(_mm256_castpd256_pd128(self.0), _mm256_extractf128_pd::<1>(self.0));
+            let half = _mm_add_pd(
+                _mm256_castpd256_pd128(self.0),
+                _mm256_extractf128_pd::<1>(self.0),
+            );
             _mm_cvtsd_f64(_mm_add_sd(half, _mm_unpackhi_pd(half, half)))
         })
     }
@@ -251,7 +269,10 @@ unsafe impl Convert<f16> for F32x8 {
     }
     #[inline(always)]
     unsafe fn store_to(self, to: *mut f16) {
-        isa!(_mm_storeu_si128(to.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0)))
+        isa!(_mm_storeu_si128(
+            to.cast(),
+            _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0)
+        ))
     }
 }
 

@@ -95,7 +95,10 @@ unsafe impl Vector for F32x16 {
     unsafe fn copysign(self, sign: Self) -> Self {
         isa!({
             let mask = _mm512_set1_ps(-0.0);
-            F32x16(_mm512_or_ps(_mm512_andnot_ps(mask, self.0), _mm512_and_ps(mask, sign.0)))
+            F32x16(_mm512_or_ps(
+                _mm512_andnot_ps(mask, self.0),
+                _mm512_and_ps(mask, sign.0),
+            ))
         })
     }
     #[inline(always)]
@@ -183,7 +186,10 @@ unsafe impl Vector for F64x8 {
     unsafe fn copysign(self, sign: Self) -> Self {
         isa!({
             let mask = _mm512_set1_pd(-0.0);
-            F64x8(_mm512_or_pd(_mm512_andnot_pd(mask, self.0), _mm512_and_pd(mask, sign.0)))
+            F64x8(_mm512_or_pd(
+                _mm512_andnot_pd(mask, self.0),
+                _mm512_and_pd(mask, sign.0),
+            ))
         })
     }
     #[inline(always)]
@@ -232,7 +238,10 @@ unsafe impl Convert<f16> for F32x16 {
     }
     #[inline(always)]
     unsafe fn store_to(self, to: *mut f16) {
-        isa!(_mm256_storeu_si256(to.cast(), _mm512_cvtps_ph::<NEAREST>(self.0)))
+        isa!(_mm256_storeu_si256(
+            to.cast(),
+            _mm512_cvtps_ph::<NEAREST>(self.0)
+        ))
     }
 }
 

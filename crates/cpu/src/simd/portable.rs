@@ -3,7 +3,7 @@
 //! of an FMA); on other architectures it is written to work but has not been run by its authors.
 
 use tilewise_core::half::{bf16, f16};
-use wide::{CmpLt, f32x8, f64x4, i32x8, i64x4};
+use wide::{f32x8, f64x4, i32x8, i64x4};
 
 use super::{Convert, Vector, load_by_element, store_by_element};
 
@@ -109,8 +109,28 @@ macro_rules! portable {
     };
 }
 
-portable!(F32x8, f32x8, i32x8, f32, i32, 8, [0., 1., 2., 3., 4., 5., 6., 7.], 12_582_912.0, 23);
-portable!(F64x4, f64x4, i64x4, f64, i64, 4, [0., 1., 2., 3.], 6_755_399_441_055_744.0, 52);
+portable!(
+    F32x8,
+    f32x8,
+    i32x8,
+    f32,
+    i32,
+    8,
+    [0., 1., 2., 3., 4., 5., 6., 7.],
+    12_582_912.0,
+    23
+);
+portable!(
+    F64x4,
+    f64x4,
+    i64x4,
+    f64,
+    i64,
+    4,
+    [0., 1., 2., 3.],
+    6_755_399_441_055_744.0,
+    52
+);
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f64> for F64x4 {

@@ -1,0 +1,284 @@
+//! The backend: [`tilewise_core::Backend`] over the kernels, and its typed form.
+
+use tilewise_core::backend::check_outputs;
+use tilewise_core::half::{bf16, f16};
+use tilewise_core::{
+    Algorithm, AnyInputs, AnyTensorMut, Backend, BackendInfo, DType, Error, ForwardReport, Inputs,
+    OnlineSoftmax, Problem, Result, RunningState, TensorViewMut, with_typed,
+};
+
+use crate::call::Call;
+use crate::head::Scoring;
+use crate::isa::Isa;
+use crate::kernel::table::CpuElement;
+use crate::machine::{Caches, processor};
+use crate::output::Outputs;
+use crate::parallel::threads;
+use crate::schedule::{fa1, fa2, standard};
+use crate::shape::Shape;
+use crate::state::{CpuOnline, Running};
+use crate::tile::Machinery;
+
+/// Attention on the CPU.
+///
+/// Calls run on the caller's current rayon pool: the global one, or the pool inside whose `install`
+/// the call is made. Results do not depend on the number of threads, bit for bit, nor on the batch a
+/// sequence comes in.
+///
+/// ```
+/// use tilewise_core::{Algorithm, Inputs, Options, Problem, TensorView, TensorViewMut};
+/// use tilewise_cpu::CpuBackend;
+///
+/// let (q, k, v) = ([1.0f32; 8], [1.0f32; 12], [2.0f32; 12]);
+/// let inputs = Inputs::new(
+///     TensorView::bhsd(&q, [1, 1, 2, 4])?,
+///     TensorView::bhsd(&k, [1, 1, 3, 4])?,
+///     TensorView::bhsd(&v, [1, 1, 3, 4])?,
+/// );
+/// let problem = Problem::new(&inputs, &Options::new().causal(true))?;
+/// let mut out = [0.0f32; 8];
+/// let report = CpuBackend::new()?.forward_into(
+///     &problem,
+///     &inputs,
+///     Algorithm::Auto,
+///     TensorViewMut::bhsd(&mut out, [1, 1, 2, 4])?,
+///     None,
+/// )?;
+/// assert_eq!(report.algorithm, Algorithm::Fa2);
+/// assert!(out.iter().all(|x| (x - 2.0).abs() < 1e-6));
+/// # Ok::<(), tilewise_core::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuBackend {
+    isa: Isa,
+    caches: Caches,
+}
+
+/// Makes a [`CpuBackend`] that differs from the default.
+#[derive(Clone, Debug, Default)]
+pub struct CpuBackendBuilder {
+    isa: Option<Isa>,
+    caches: Option<Caches>,
+}
+
+impl CpuBackendBuilder {
+    /// Uses this instruction set, whatever `TILEWISE_ISA` says.
+    pub fn isa(mut self, isa: impl Into<Option<Isa>>) -> Self {
+        self.isa = isa.into();
+        self
+    }
+
+    /// Cuts tiles for these caches instead of the machine's.
+    pub fn caches(mut self, caches: Caches) -> Self {
+        self.caches = Some(caches);
+        self
+    }
+
+    /// # Errors
+    /// [`Error::Unavailable`] if the processor lacks the instruction set asked for, here or in
+    /// `TILEWISE_ISA`; [`Error::Option`] if that holds no instruction set's name.
+    pub fn build(self) -> Result<CpuBackend> {
+        Ok(CpuBackend {
+            isa: match self.isa {
+                Some(isa) => isa.checked()?,
+                None => Isa::from_env()?,
+            },
+            caches: self.caches.unwrap_or_else(Caches::detect),
+        })
+    }
+}
+
+impl CpuBackend {
+    /// With the instruction set that `TILEWISE_ISA` asks for, or else the best there is.
+    ///
+    /// # Errors
+    /// As [`CpuBackendBuilder::build`].
+    pub fn new() -> Result<CpuBackend> {
+        Self::builder().build()
+    }
+
+    /// To choose the instruction set in code.
+    pub fn builder() -> CpuBackendBuilder {
+        CpuBackendBuilder::default()
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// The caches that tiles are cut for.
+    pub fn caches(&self) -> Caches {
+        self.caches
+    }
+
+    /// The blockwise mathematics at problem grain: begin, absorb keys in chunks of any size, merge,
+    /// finish.
+    pub fn online<T: CpuElement>(&self) -> CpuOnline<T> {
+        CpuOnline::new(self.clone())
+    }
+
+    pub(crate) fn machinery<T: CpuElement>(&self, problem: &Problem) -> Machinery<T> {
+        // The builder made sure that the processor has the instruction set.
+        let kernels = T::kernels(self.isa);
+        let shape = Shape::new(problem.dims(), &kernels, self.caches);
+        Machinery { kernels, shape }
+    }
+
+    /// [`Backend::forward`] for one element type.
+    ///
+    /// `out` is `[batch, num_heads, seqlen_q, head_dim_v]`, `lse` `[batch, num_heads, seqlen_q, 1]`.
+    /// Every element of both is written.
+    ///
+    /// # Errors
+    /// Those of [`Problem::new`], [`Error::Shape`] if `problem` is not the one that `inputs` pose or
+    /// an output has another shape, [`Error::OutOfMemory`].
+    pub fn forward_into<T: CpuElement>(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_, T>,
+        algorithm: Algorithm,
+        mut out: TensorViewMut<'_, T>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<ForwardReport> {
+        // The kernels read through raw pointers, up to where `problem` says: it must be the tensors'.
+        if Problem::new(inputs, problem.options())? != *problem {
+            return Err(Error::shape(
+                "problem",
+                "the problem that the inputs pose",
+                "another one",
+            ));
+        }
+        check_outputs(problem, &T::erase_mut(out.reborrow()), lse.as_ref())?;
+        let outputs = Outputs::new(out, lse);
+        let call = Call {
+            machinery: self.machinery::<T>(problem),
+            problem,
+            inputs,
+            outputs: &outputs,
+            scoring: Scoring::new(problem, false),
+        };
+        let algorithm = algorithm.resolve();
+        match algorithm {
+            Algorithm::Standard => standard::forward(&call)?,
+            Algorithm::Fa1 => fa1::forward(&call)?,
+            Algorithm::Fa2 => fa2::forward(&call)?,
+            other => return Err(Error::unsupported("cpu", format!("algorithm {other}"))),
+        }
+        call.write_rows_of_no_sequence();
+        Ok(ForwardReport {
+            algorithm,
+            isa: self.isa.name().into(),
+        })
+    }
+
+    fn workspace<T: CpuElement>(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
+        let shape = self.machinery::<T>(problem).shape;
+        let dims = problem.dims();
+        let rows = problem
+            .sequences()
+            .iter()
+            .map(|s| s.seqlen_q)
+            .max()
+            .unwrap_or(0);
+        let keys = problem
+            .sequences()
+            .iter()
+            .map(|s| s.seqlen_k)
+            .max()
+            .unwrap_or(0);
+        let heads = problem.sequences().len() * dims.num_kv_heads;
+        match algorithm.resolve() {
+            Algorithm::Standard => standard::workspace_bytes::<T>(&shape, rows, keys),
+            Algorithm::Fa1 => fa1::workspace_bytes::<T>(&shape, dims.group(), rows, keys),
+            _ => fa2::workspace_bytes::<T>(&shape, heads, dims.group(), rows, keys),
+        }
+    }
+}
+
+impl Backend for CpuBackend {
+    fn info(&self) -> BackendInfo {
+        let kib = |bytes: usize| format!("{} KiB", bytes >> 10);
+        let mut details = vec![
+            ("isa".to_string(), self.isa.to_string()),
+            (
+                "isas available".to_string(),
+                Isa::available()
+                    .iter()
+                    .map(|isa| isa.name())
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            ),
+            ("threads".to_string(), threads().to_string()),
+            ("L1d".to_string(), kib(self.caches.l1d)),
+            ("L2".to_string(), kib(self.caches.l2)),
+        ];
+        if self.caches.l3 > 0 {
+            details.push(("L3".to_string(), kib(self.caches.l3)));
+        }
+        BackendInfo {
+            name: "cpu".into(),
+            device: format!("{} ({})", processor(), self.isa),
+            details,
+        }
+    }
+
+    fn supports(&self, _problem: &Problem, algorithm: Algorithm) -> Result<()> {
+        match algorithm.resolve() {
+            Algorithm::Standard | Algorithm::Fa1 | Algorithm::Fa2 => Ok(()),
+            other => Err(Error::unsupported("cpu", format!("algorithm {other}"))),
+        }
+    }
+
+    fn workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
+        match problem.dtype() {
+            DType::F64 => self.workspace::<f64>(problem, algorithm),
+            DType::F16 => self.workspace::<f16>(problem, algorithm),
+            DType::BF16 => self.workspace::<bf16>(problem, algorithm),
+            _ => self.workspace::<f32>(problem, algorithm),
+        }
+    }
+
+    fn forward(
+        &self,
+        problem: &Problem,
+        inputs: &AnyInputs<'_>,
+        algorithm: Algorithm,
+        out: AnyTensorMut<'_>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<ForwardReport> {
+        check_outputs(problem, &out, lse.as_ref())?;
+        with_typed!(AnyInputs, inputs, inputs => {
+            let got = out.dtype();
+            let expected = problem.dtype();
+            let out = typed(inputs, out).ok_or(Error::DType { tensor: "out".into(), expected, got })?;
+            self.forward_into(problem, inputs, algorithm, out, lse)
+        })
+    }
+
+    fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>> {
+        fn boxed<T: CpuElement>(
+            backend: &CpuBackend,
+            problem: &Problem,
+        ) -> Result<Box<dyn RunningState>> {
+            let online = backend.online::<T>();
+            let state = online.begin(problem)?;
+            Ok(Box::new(Running { online, state }))
+        }
+        match problem.dtype() {
+            DType::F64 => boxed::<f64>(self, problem),
+            DType::F32 => boxed::<f32>(self, problem),
+            DType::F16 => boxed::<f16>(self, problem),
+            DType::BF16 => boxed::<bf16>(self, problem),
+            other => Err(Error::unsupported("cpu", format!("dtype {other}"))),
+        }
+    }
+}
+
+/// The output as a view of the inputs' element type, if it is of that type.
+fn typed<'a, T: CpuElement>(
+    _: &Inputs<'_, T>,
+    out: AnyTensorMut<'a>,
+) -> Option<TensorViewMut<'a, T>> {
+    T::typed_mut(out)
+}

@@ -1,0 +1,180 @@
+//! K and V of one KV head, packed for the microkernel.
+
+use std::ops::Range;
+
+use tilewise_core::{Element, Inputs, Result, Sequence};
+
+use crate::buffer::Buffer;
+use crate::head::rows_of;
+use crate::kernel::pack::Rows;
+use crate::kernel::table::Kernels;
+use crate::kernel::{Plane, max_key_tile};
+use crate::shape::Shape;
+
+/// Where the keys (or values) of one sequence and KV head lie.
+#[derive(Clone, Copy)]
+struct Axis<T> {
+    plane: Plane<T>,
+    /// Step from page to page.
+    page: isize,
+}
+
+/// Where K and V of one sequence and KV head lie.
+#[derive(Clone, Copy)]
+pub(crate) struct KeySource<'a, T> {
+    k: Axis<T>,
+    v: Axis<T>,
+    /// The sequence's row of the block table, and the keys a page.
+    pages: Option<(&'a [i32], usize)>,
+    /// Keys there are.
+    pub(crate) keys: usize,
+}
+
+impl<'a, T: Element> KeySource<'a, T> {
+    pub(crate) fn new(inputs: &Inputs<'a, T>, sequence: &Sequence, kv_head: usize) -> Self {
+        let axis = |view: &tilewise_core::TensorView<'a, T>| match inputs.block_table {
+            None => Axis {
+                plane: rows_of(view, sequence.k_batch, kv_head, sequence.k_start),
+                page: 0,
+            },
+            Some(_) => Axis {
+                plane: rows_of(view, 0, kv_head, 0),
+                page: view.strides()[0],
+            },
+        };
+        KeySource {
+            k: axis(&inputs.k),
+            v: axis(&inputs.v),
+            pages: inputs.block_table.map(|table| {
+                let row = &table.pages[sequence.k_batch * table.width..][..table.width];
+                (row, inputs.k.shape()[2])
+            }),
+            keys: sequence.seqlen_k,
+        }
+    }
+
+    /// First element of key `j` on `axis`.
+    fn at(&self, axis: &Axis<T>, j: usize) -> *const T {
+        let (page, slot) = match self.pages {
+            None => (0, j),
+            Some((table, size)) => (table[j / size] as isize, j % size),
+        };
+        let step = page * axis.page + slot as isize * axis.plane.row;
+        axis.plane.at.wrapping_offset(step)
+    }
+}
+
+/// Room for packed K and V of one KV head.
+pub(crate) struct Packed<T: Element> {
+    k: Buffer<T::Acc>,
+    v: Buffer<T::Acc>,
+    /// One a tile: 1 if a value is NaN or infinite.
+    careful: Buffer<u8>,
+    /// Rows of a panel of V.
+    v_rows: usize,
+}
+
+impl<T: Element> Packed<T> {
+    /// Elements of K and V that `keys` keys take.
+    pub(crate) fn elements(shape: &Shape, keys: usize) -> (usize, usize) {
+        let v_rows = Self::v_rows(shape, keys);
+        let k = keys.next_multiple_of(shape.nr) * shape.head_dim;
+        let v = keys.div_ceil(shape.key_tile) * v_rows * shape.v_panels * shape.nr;
+        (k, v)
+    }
+
+    fn v_rows(shape: &Shape, keys: usize) -> usize {
+        shape.key_tile.min(keys)
+    }
+
+    pub(crate) fn new(shape: &Shape, keys: usize) -> Result<Self> {
+        let (k, v) = Self::elements(shape, keys);
+        Ok(Packed {
+            k: Buffer::new(k, "packed keys")?,
+            v: Buffer::new(v, "packed values")?,
+            careful: Buffer::new(keys.div_ceil(shape.key_tile), "tile flags")?,
+            v_rows: Self::v_rows(shape, keys),
+        })
+    }
+
+    /// Packs the tiles numbered `tiles` of the source.
+    ///
+    /// # Safety
+    /// The room was made for at least as many keys as the source has; nobody else reads or writes
+    /// these tiles meanwhile; the processor has the kernels' instructions.
+    pub(crate) unsafe fn pack(
+        &self,
+        kernels: &Kernels<T>,
+        shape: &Shape,
+        source: &KeySource<'_, T>,
+        tiles: Range<usize>,
+    ) {
+        let mut rows = [std::ptr::null(); 256];
+        const { assert!(max_key_tile::<f32>() <= 256) };
+        for tile in tiles {
+            let first = tile * shape.key_tile;
+            let keys = shape.key_tile.min(source.keys - first);
+            for (j, row) in rows.iter_mut().take(keys).enumerate() {
+                *row = source.at(&source.k, first + j);
+            }
+            for (panel, rows) in rows[..keys].chunks(shape.nr).enumerate() {
+                let rows = Rows {
+                    rows,
+                    step: source.k.plane.key,
+                    len: shape.head_dim,
+                };
+                let at = (first + panel * shape.nr) * shape.head_dim;
+                let one = <T::Acc as Element>::from_f64(1.0);
+                // SAFETY: keys below source.keys exist, by the checked problem and views; the panel
+                // lies inside the room.
+                unsafe { (kernels.transposed)(&rows, shape.nr, one, self.k.at().add(at)) }
+            }
+            for (j, row) in rows.iter_mut().take(keys).enumerate() {
+                *row = source.at(&source.v, first + j);
+            }
+            let values = Rows {
+                rows: &rows[..keys],
+                step: source.v.plane.key,
+                len: shape.head_dim_v,
+            };
+            // SAFETY: as above, for V.
+            unsafe {
+                let to = self.v.at().add(self.v_tile(shape, tile));
+                let finite = (kernels.panels)(&values, self.v_rows * shape.nr, to);
+                self.careful.at().add(tile).write(u8::from(!finite));
+            }
+        }
+    }
+
+    fn v_tile(&self, shape: &Shape, tile: usize) -> usize {
+        tile * self.v_rows * shape.v_panels * shape.nr
+    }
+
+    /// K of a tile.
+    ///
+    /// # Safety
+    /// The tile lies inside the room.
+    pub(crate) unsafe fn k(&self, shape: &Shape, tile: usize) -> *const T::Acc {
+        // SAFETY: the caller's promise.
+        unsafe { self.k.at().add(tile * shape.key_tile * shape.head_dim) }
+    }
+
+    /// V of a tile and the step between its panels.
+    ///
+    /// # Safety
+    /// The tile lies inside the room.
+    pub(crate) unsafe fn v(&self, shape: &Shape, tile: usize) -> (*const T::Acc, usize) {
+        // SAFETY: the caller's promise.
+        let at = unsafe { self.v.at().add(self.v_tile(shape, tile)) };
+        (at, self.v_rows * shape.nr)
+    }
+
+    /// Whether a value of the tile is NaN or infinite.
+    ///
+    /// # Safety
+    /// The tile is packed.
+    pub(crate) unsafe fn careful(&self, tile: usize) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.careful.at().add(tile).read() != 0 }
+    }
+}

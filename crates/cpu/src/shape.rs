@@ -1,0 +1,77 @@
+//! Sizes of tiles, from head dims, the element type and the caches.
+
+use tilewise_core::{Dims, Element};
+
+use crate::kernel::max_key_tile;
+use crate::kernel::table::Kernels;
+use crate::machine::Caches;
+
+/// Sizes that all heads of a call share.
+///
+/// None of them depends on the number of threads, on the batch or on values, so neither do results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    /// head_dim_v in whole vectors.
+    pub(crate) width: usize,
+    /// Panels that `width` fills.
+    pub(crate) v_panels: usize,
+    /// Columns of a panel.
+    pub(crate) nr: usize,
+    /// Keys of a tile, a multiple of `nr`.
+    pub(crate) key_tile: usize,
+    /// Query rows of a tile, a multiple of the largest row block.
+    pub(crate) q_tile: usize,
+    /// The sizes of row blocks, ascending.
+    pub(crate) row_blocks: &'static [usize],
+}
+
+impl Shape {
+    pub(crate) fn new<T: Element>(dims: &Dims, kernels: &Kernels<T>, caches: Caches) -> Shape {
+        let size = size_of::<T::Acc>();
+        let width = dims.head_dim_v.next_multiple_of(kernels.lanes);
+        let v_panels = width.div_ceil(kernels.nr);
+        let mr = kernels.row_blocks[kernels.row_blocks.len() - 1];
+        // K and V of a tile take at most a third of L2, q and Õ of the rows another third: every
+        // row block reads all of the tile, from L2.
+        let third = caches.l2 / 3;
+        let row_bytes = (dims.head_dim + width).max(1) * size;
+        let key_tile = (third / row_bytes / kernels.nr * kernels.nr)
+            .clamp(2 * kernels.nr, max_key_tile::<T::Acc>());
+        let q_tile = (third / row_bytes / mr * mr).clamp(mr, 16 * mr);
+        Shape {
+            head_dim: dims.head_dim,
+            head_dim_v: dims.head_dim_v,
+            width,
+            v_panels,
+            nr: kernels.nr,
+            key_tile,
+            q_tile,
+            row_blocks: kernels.row_blocks,
+        }
+    }
+
+    /// Splits `rows` into row blocks, (first row, rows, rows of the block with padding): blocks of the
+    /// largest size, and one that holds the rest.
+    pub(crate) fn blocks(&self, rows: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        let sizes = self.row_blocks;
+        let mr = sizes[sizes.len() - 1];
+        (0..rows).step_by(mr).map(move |first| {
+            let rest = (rows - first).min(mr);
+            let block = sizes
+                .iter()
+                .copied()
+                .find(|&size| size >= rest)
+                .unwrap_or(mr);
+            (first, rest, block)
+        })
+    }
+
+    /// Rows with the padding of the last block.
+    pub(crate) fn padded(&self, rows: usize) -> usize {
+        self.blocks(rows)
+            .last()
+            .map_or(0, |(first, _, block)| first + block)
+    }
+}

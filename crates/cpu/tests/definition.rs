@@ -1,0 +1,14 @@
+//! Every algorithm, instruction set and element type equals the naive definition.
+
+mod common;
+
+use proptest::prelude::*;
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn every_kernel_equals_the_definition(setup in common::setup()) {
+        common::check_any(&setup)?;
+    }
+}
