@@ -54,6 +54,12 @@ pub fn open(kind: BackendKind) -> Result<Arc<dyn Backend>> {
     }
 }
 
+#[cfg(feature = "cpu")]
+fn open_cpu() -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(tilewise_cpu::CpuBackend::new()?))
+}
+
+#[cfg(not(feature = "cpu"))]
 fn open_cpu() -> Result<Arc<dyn Backend>> {
     Err(not_built(BackendKind::Cpu))
 }

@@ -69,7 +69,7 @@ impl<T: Element> CpuState<T> {
         for head in 0..self.heads() {
             for row in 0..seqlen_q {
                 // SAFETY: the row lies inside the head's state.
-                let state = unsafe { self.head(head).from_row(&self.machinery.shape, row) };
+                let state = unsafe { self.head(head).row(&self.machinery.shape, row) };
                 each(head * seqlen_q + row, state);
             }
         }
@@ -221,7 +221,7 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
                         // SAFETY: the chunk is packed; each item has rows of its own.
                         unsafe {
                             let at = state.head(sequence.q_batch * dims.num_heads + head);
-                            let at = at.from_row(shape, first);
+                            let at = at.row(shape, first);
                             machinery.absorb(&query, &packed, &rows, keys, &mut scratch, at);
                         }
                         lock().push(scratch);

@@ -40,7 +40,7 @@ impl<A: Float> TileState<A> {
     ///
     /// # Safety
     /// The row lies inside the state.
-    pub(crate) unsafe fn from_row(&self, shape: &Shape, row: usize) -> Self {
+    pub(crate) unsafe fn row(&self, shape: &Shape, row: usize) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
             TileState {
@@ -181,7 +181,7 @@ impl<T: Element> Machinery<T> {
             // SAFETY: the caller's promise.
             let mut block = unsafe {
                 let (v, v_panel) = packed.v(shape, tile);
-                let TileState { m, l, acc } = state.from_row(shape, first);
+                let TileState { m, l, acc } = state.row(shape, first);
                 Block {
                     rows: n,
                     mr,

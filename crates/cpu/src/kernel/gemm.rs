@@ -31,10 +31,10 @@ pub(crate) unsafe fn gemm<V: Vector, const MR: usize, const NRV: usize, const PA
             for (n, column) in columns.iter_mut().enumerate().skip(1) {
                 *column = V::load(b.add(n * V::LANES));
             }
-            for r in 0..MR {
+            for (r, acc) in acc.iter_mut().enumerate() {
                 let x = V::splat(a.add(r * row).read());
-                for n in 0..NRV {
-                    acc[r][n] = x.fma(columns[n], acc[r][n]);
+                for (acc, column) in acc.iter_mut().zip(columns) {
+                    *acc = x.fma(column, *acc);
                 }
             }
             a = a.add(step);

@@ -169,7 +169,7 @@ unsafe fn exponentiate_row<T: Element, V: Vector<E = T::Acc>>(
         // Columns are summed in lanes by their position in the tile, two chains of them.
         let (mut sum, mut second) = (zero, zero);
         let mut column = from;
-        if column % (2 * V::LANES) != 0 {
+        if !column.is_multiple_of(2 * V::LANES) {
             let p = exp2_nonpositive(V::load(s.add(column)).sub(base).mul(c));
             p.store(s.add(column));
             second = second.add(p);

@@ -42,8 +42,11 @@ pub(crate) struct Kernels<T: Element> {
     /// [`rows::finish`]: acc, divisor, length, out.
     pub(crate) finish: unsafe fn(*const T::Acc, T::Acc, usize, *mut T),
     /// [`rows::combine`]: length, a, x, b, y.
-    pub(crate) combine: unsafe fn(usize, T::Acc, *mut T::Acc, T::Acc, *const T::Acc),
+    pub(crate) combine: Combine<T::Acc>,
 }
+
+/// The type of [`rows::combine`].
+type Combine<A> = unsafe fn(usize, A, *mut A, A, *const A);
 
 /// Row blocks of a binding whose largest has `mr` rows.
 const fn row_blocks(mr: usize) -> &'static [usize] {

@@ -138,12 +138,12 @@ unsafe fn head<T: Element>(
         let step = scratch.state();
         for tile in machinery.tiles(&seen) {
             machinery.blocks(&head, packed, rows, tile, scratch, step, |first, block| {
-                let state = step.from_row(shape, first);
+                let state = step.row(shape, first);
                 state.begin(shape, block.rows);
                 (machinery.kernels.absorb)(block);
-                let kept = kept.from_row(shape, first);
+                let kept = kept.row(shape, first);
                 for row in 0..block.rows {
-                    let (kept, state) = (kept.from_row(shape, row), state.from_row(shape, row));
+                    let (kept, state) = (kept.row(shape, row), state.row(shape, row));
                     fold(call, kept, state, block.c);
                 }
             });

@@ -197,11 +197,11 @@ fn plan<T: Element>(
     for packing in packings.iter_mut().take(ahead) {
         items.append(packing);
     }
-    for head in 0..heads.len() {
+    for (head, tiles) in tiles.iter_mut().enumerate() {
         if let Some(packing) = packings.get_mut(head + ahead) {
             items.append(packing);
         }
-        items.append(&mut tiles[head]);
+        items.append(tiles);
     }
     (items, progress)
 }
