@@ -2,5 +2,24 @@
 
 #![deny(unsafe_code)]
 
+mod args;
+mod bench;
+mod cli;
+mod compare;
 pub mod container;
+mod devices;
+mod environment;
+mod facts;
+mod generate;
+mod input;
+mod isa;
 pub mod memory;
+mod output;
+mod peer_worker;
+mod random;
+mod run;
+mod shapes;
+mod stats;
+mod ui;
+
+pub use cli::main;

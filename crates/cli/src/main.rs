@@ -1,3 +1,7 @@
-//! The command line of tilewise.
+//! The binary `tilewise`.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    tilewise_cli::main()
+}

@@ -1,0 +1,128 @@
+//! Which backends, algorithms, instruction sets and how many threads.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use tilewise::{Algorithm, Backend, BackendKind, Engine, Error};
+
+use crate::isa;
+
+/// What is to be run.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Selection")]
+pub(crate) struct SelectArgs {
+    /// Backends: auto, cpu, cuda, cuda:N [default: all that this machine has]
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        env = "TILEWISE_BACKEND",
+        hide_env_values = true
+    )]
+    backends: Vec<BackendKind>,
+
+    /// Algorithms: standard, fa1, fa2
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "standard,fa1,fa2"
+    )]
+    algorithms: Vec<Algorithm>,
+
+    /// Instruction sets of the CPU, for example avx512,avx2,portable, or all [default: TILEWISE_ISA, then the widest]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    isa: Vec<String>,
+}
+
+/// One thing to run: a backend, perhaps with a forced instruction set, and an algorithm.
+#[derive(Clone, Debug)]
+pub(crate) struct Lane {
+    /// Name of the backend, as the command line takes it.
+    pub(crate) name: String,
+    /// Instruction set asked for.
+    pub(crate) isa: Option<String>,
+    pub(crate) algorithm: Algorithm,
+    /// The backend, or why it is passed over.
+    pub(crate) backend: Result<Arc<dyn Backend>, String>,
+    /// Whether the backend was asked for by name, so that passing it over is an error.
+    pub(crate) named: bool,
+}
+
+impl SelectArgs {
+    /// Every combination asked for, with those of backends that are not available.
+    ///
+    /// # Errors
+    /// If an instruction set is not available here.
+    pub(crate) fn lanes(&self) -> Result<Vec<Lane>> {
+        let named = !self.backends.is_empty();
+        let mut kinds = Vec::new();
+        for &kind in &self.backends {
+            kinds.push(match kind {
+                BackendKind::Auto => Engine::new(kind)?.kind(),
+                named => named,
+            });
+        }
+        if !named {
+            let mut known = tilewise::backends();
+            // What can be used first: the sort is stable.
+            known.sort_by_key(|backend| backend.status.is_err());
+            kinds.extend(known.into_iter().map(|backend| backend.kind));
+        }
+
+        let isas = isa::expand(&self.isa);
+        let mut lanes = Vec::new();
+        for kind in kinds {
+            let forced: Vec<Option<String>> = if kind == BackendKind::Cpu && !isas.is_empty() {
+                isas.iter().cloned().map(Some).collect()
+            } else {
+                vec![None]
+            };
+            for isa in forced {
+                let backend = match &isa {
+                    Some(isa) => Ok(isa::open_cpu(isa)?),
+                    None => tilewise::open(kind).map_err(|error| match error {
+                        Error::Unavailable { reason, .. } => reason,
+                        other => other.to_string(),
+                    }),
+                };
+                lanes.extend(self.algorithms.iter().map(|algorithm| Lane {
+                    name: kind.to_string(),
+                    isa: isa.clone(),
+                    algorithm: algorithm.resolve(),
+                    backend: backend.clone(),
+                    named,
+                }));
+            }
+        }
+        Ok(lanes)
+    }
+}
+
+/// Fails if a backend that was asked for by name is not available.
+pub(crate) fn all_available(lanes: &[Lane]) -> Result<()> {
+    let mut missing: Vec<String> = lanes
+        .iter()
+        .filter(|lane| lane.named)
+        .filter_map(|lane| {
+            let reason = lane.backend.as_ref().err()?;
+            Some(format!("backend {} is not available: {reason}", lane.name))
+        })
+        .collect();
+    missing.dedup();
+    if missing.is_empty() {
+        Ok(())
+    } else {
+        bail!("{}", missing.join("; "))
+    }
+}
+
+/// A pool of `threads` threads, or of as many as rayon makes by default.
+pub(crate) fn pool(threads: Option<NonZeroUsize>) -> Result<rayon::ThreadPool> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads.map_or(0, NonZeroUsize::get))
+        .build()
+        .context("cannot start threads")
+}

@@ -1,0 +1,146 @@
+//! `tilewise bench`: timings over shapes, dtypes, backends, algorithms, instruction sets, threads.
+
+mod measure;
+mod report;
+
+use std::num::NonZeroUsize;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use tilewise::DType;
+use tilewise::half::{bf16, f16};
+
+use crate::args::select::{self, SelectArgs};
+use crate::cli::Verdict;
+use crate::environment::Environment;
+use crate::shapes::{self, Shape};
+use crate::ui;
+use report::{Format, Report};
+
+/// Time backends and algorithms over shapes
+///
+/// Inputs are standard normal. Each call is the whole of attention, outputs preallocated. Every
+/// combination is warmed up, then those of one shape are timed in turn (A B C, A B C, …), and the
+/// median is reported with its spread: the distance between the quartiles over the median.
+/// GFLOP/s counts 2·(d + dv) operations for each live pair of query and key; GB/s counts K and V
+/// read once.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = shapes::HELP)]
+pub(crate) struct BenchArgs {
+    /// Shapes: b,hq,hkv,sq,sk,d[,dv][,causal], each with lists and ranges (see below)
+    #[arg(
+        long,
+        value_name = "SHAPE",
+        num_args = 1..,
+        value_parser = shapes::parse,
+        default_values = ["1,8,8,1024,1024,64", "1,8,8,4096,4096,128", "1,8,8,4096,4096,128,causal", "1,32,8,1,8192,128"]
+    )]
+    shapes: Vec<Vec<Shape>>,
+
+    /// Element types: f64, f32, f16, bf16
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "f32"
+    )]
+    dtype: Vec<DType>,
+
+    #[command(flatten)]
+    select: SelectArgs,
+
+    /// Threads of the CPU backend, a list [default: RAYON_NUM_THREADS, then all]
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        help_heading = "Selection"
+    )]
+    threads: Vec<NonZeroUsize>,
+
+    /// Timed calls of each [default: about a second's worth, 3 to 100]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Measurement")]
+    repeat: Option<u32>,
+
+    /// Skip what would need more memory than this besides inputs and outputs
+    #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = ui::parse_bytes, help_heading = "Measurement")]
+    memory_limit: u64,
+
+    /// Seed of the inputs
+    #[arg(long, default_value_t = 0, help_heading = "Measurement")]
+    seed: u64,
+
+    /// Print JSON
+    #[arg(long, group = "format", help_heading = "Output")]
+    json: bool,
+
+    /// Print CSV
+    #[arg(long, group = "format", help_heading = "Output")]
+    csv: bool,
+
+    /// Print a Markdown table
+    #[arg(long, group = "format", help_heading = "Output")]
+    markdown: bool,
+}
+
+impl BenchArgs {
+    fn format(&self) -> Format {
+        match (self.json, self.csv, self.markdown) {
+            (true, ..) => Format::Json,
+            (_, true, _) => Format::Csv,
+            (_, _, true) => Format::Markdown,
+            _ => Format::Text,
+        }
+    }
+}
+
+pub(crate) fn run(args: &BenchArgs) -> Result<Verdict> {
+    let shapes: Vec<Shape> = args.shapes.iter().flatten().copied().collect();
+    let lanes = args.select.lanes()?;
+    select::all_available(&lanes)?;
+    let threads: Vec<Option<NonZeroUsize>> = if args.threads.is_empty() {
+        vec![None]
+    } else {
+        args.threads.iter().copied().map(Some).collect()
+    };
+
+    let bar = ui::progress((shapes.len() * args.dtype.len() * threads.len()) as u64);
+    let mut results = Vec::new();
+    for &threads in &threads {
+        let pool = select::pool(threads)?;
+        for shape in &shapes {
+            for &dtype in &args.dtype {
+                bar.set_message(format!(
+                    "{shape} {dtype}, {} threads",
+                    pool.current_num_threads()
+                ));
+                let rows = match dtype {
+                    DType::F64 => measure::shape::<f64>(args, shape, &lanes, &pool),
+                    DType::F32 => measure::shape::<f32>(args, shape, &lanes, &pool),
+                    DType::F16 => measure::shape::<f16>(args, shape, &lanes, &pool),
+                    DType::BF16 => measure::shape::<bf16>(args, shape, &lanes, &pool),
+                    other => bail!("--dtype: {other} cannot be timed"),
+                }?;
+                results.extend(rows);
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+
+    let infos: Vec<_> = lanes
+        .iter()
+        .filter_map(|lane| lane.backend.as_ref().ok())
+        .map(|backend| backend.info())
+        .collect();
+    let report = Report {
+        schema: 1,
+        environment: Environment::new(rayon::current_num_threads(), &infos),
+        results,
+    };
+    ui::print(&report.render(args.format())?)?;
+    if !report.results.iter().any(report::Row::timed) {
+        bail!("nothing ran: every combination was skipped or failed");
+    }
+    Ok(Verdict::Agree)
+}

@@ -1,0 +1,274 @@
+//! The results of `bench` as text, Markdown, CSV and JSON.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use serde::Serialize;
+use tilewise::{DType, Problem};
+
+use crate::args::select::Lane;
+use crate::environment::Environment;
+use crate::shapes::Shape;
+use crate::stats::Samples;
+use crate::ui::{Grid, plain, significant};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    Text,
+    Markdown,
+    Csv,
+    Json,
+}
+
+/// Everything that `bench` measured. `schema` rises when a field changes its meaning or goes.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    pub(super) schema: u32,
+    pub(super) environment: Environment,
+    pub(super) results: Vec<Row>,
+}
+
+/// One backend × algorithm × instruction set on one shape, dtype and number of threads.
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) shape: ShapeFacts,
+    pub(super) dtype: &'static str,
+    pub(super) backend: String,
+    pub(super) algorithm: &'static str,
+    pub(super) isa: Option<String>,
+    pub(super) threads: usize,
+    /// Why there are no figures.
+    pub(super) reason: Option<String>,
+    pub(super) median_ms: Option<f64>,
+    pub(super) min_ms: Option<f64>,
+    pub(super) max_ms: Option<f64>,
+    /// Distance between the quartiles over the median.
+    pub(super) spread: Option<f64>,
+    pub(super) samples_ms: Vec<f64>,
+    pub(super) gflops: Option<f64>,
+    /// K and V, each read once, over the median time.
+    pub(super) gbps: Option<f64>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct ShapeFacts {
+    text: String,
+    b: usize,
+    hq: usize,
+    hkv: usize,
+    sq: usize,
+    sk: usize,
+    d: usize,
+    dv: usize,
+    causal: bool,
+}
+
+impl Row {
+    pub(super) fn new(shape: &Shape, lane: &Lane, dtype: DType, threads: usize) -> Self {
+        let dims = shape.dims;
+        Row {
+            shape: ShapeFacts {
+                text: shape.to_string(),
+                b: dims.batch,
+                hq: dims.num_heads,
+                hkv: dims.num_kv_heads,
+                sq: dims.seqlen_q,
+                sk: dims.seqlen_k,
+                d: dims.head_dim,
+                dv: dims.head_dim_v,
+                causal: shape.causal,
+            },
+            dtype: dtype.name(),
+            backend: lane.name.clone(),
+            algorithm: lane.algorithm.name(),
+            isa: lane.isa.clone(),
+            threads,
+            reason: None,
+            median_ms: None,
+            min_ms: None,
+            max_ms: None,
+            spread: None,
+            samples_ms: Vec::new(),
+            gflops: None,
+            gbps: None,
+        }
+    }
+
+    pub(super) fn measured(&mut self, problem: &Problem, samples: &Samples) {
+        let dims = problem.dims();
+        let kv_bytes = (dims.batch * dims.num_kv_heads) as f64
+            * dims.seqlen_k as f64
+            * (dims.head_dim + dims.head_dim_v) as f64
+            * problem.dtype().size() as f64;
+        self.median_ms = samples.median();
+        self.min_ms = samples.min();
+        self.max_ms = samples.max();
+        self.spread = samples.spread();
+        self.samples_ms = samples.ms().to_vec();
+        self.gflops = self.median_ms.map(|ms| problem.flops() / ms / 1e6);
+        self.gbps = self.median_ms.map(|ms| kv_bytes / ms / 1e6);
+    }
+
+    pub(super) fn timed(&self) -> bool {
+        self.median_ms.is_some()
+    }
+
+    /// As many as [`HEADER`] has.
+    fn cells(&self) -> [String; 10] {
+        [
+            self.shape.text.clone(),
+            self.dtype.into(),
+            self.backend.clone(),
+            self.algorithm.into(),
+            self.isa.clone().unwrap_or_default(),
+            self.threads.to_string(),
+            significant(self.median_ms),
+            match self.spread {
+                Some(spread) => format!("{:.0}%", spread * 100.0),
+                None => "-".into(),
+            },
+            significant(self.gflops),
+            significant(self.gbps),
+        ]
+    }
+}
+
+const HEADER: [&str; 10] = [
+    "b,hq,hkv,sq,sk,d",
+    "dtype",
+    "backend",
+    "algorithm",
+    "isa",
+    "threads",
+    "median ms",
+    "spread",
+    "GFLOP/s",
+    "GB/s",
+];
+/// Columns that are aligned left.
+const LEFT: usize = 5;
+
+impl Report {
+    pub(super) fn render(&self, format: Format) -> Result<String> {
+        Ok(match format {
+            Format::Json => serde_json::to_string_pretty(self)? + "\n",
+            Format::Csv => self.csv(),
+            Format::Markdown => self.markdown(),
+            Format::Text => self.text(),
+        })
+    }
+
+    /// What machine and build this was, and what was skipped.
+    fn head(&self) -> String {
+        let mut text = String::new();
+        for device in &self.environment.backends {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "{}: {}", device.name, device.device);
+        }
+        if self.environment.debug_build {
+            text.push_str("this is a debug build: times say nothing\n");
+        }
+        text
+    }
+
+    fn tail(&self) -> String {
+        let mut text = String::new();
+        let mut said = Vec::new();
+        for row in &self.results {
+            let Some(reason) = &row.reason else { continue };
+            let line = format!("{} {} skipped: {reason}\n", row.backend, row.algorithm);
+            if !said.contains(&line) {
+                text.push_str(&line);
+                said.push(line);
+            }
+        }
+        text
+    }
+
+    fn text(&self) -> String {
+        let mut grid = Grid::new(&HEADER, LEFT);
+        for row in self.results.iter().filter(|row| row.timed()) {
+            grid.row(&row.cells().map(plain));
+        }
+        let tail = self.tail();
+        let gap = if tail.is_empty() { "" } else { "\n" };
+        format!("{}\n{}{gap}{tail}", self.head(), grid.render())
+    }
+
+    fn markdown(&self) -> String {
+        let mut text = self.head();
+        text.push('\n');
+        let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+        text.push_str(&line(&HEADER.map(String::from)));
+        let rule: Vec<String> = (0..HEADER.len())
+            .map(|column| if column < LEFT { "---" } else { "---:" }.into())
+            .collect();
+        text.push_str(&line(&rule));
+        for row in self.results.iter().filter(|row| row.timed()) {
+            text.push_str(&line(&row.cells()));
+        }
+        let tail = self.tail();
+        if !tail.is_empty() {
+            text.push('\n');
+            text.push_str(&tail);
+        }
+        text
+    }
+
+    fn csv(&self) -> String {
+        let mut text = String::from(
+            "b,hq,hkv,sq,sk,d,dv,causal,dtype,backend,algorithm,isa,threads,\
+             median_ms,min_ms,max_ms,spread,samples,gflops,gbps,reason\n",
+        );
+        let number = |x: Option<f64>| x.map(|x| x.to_string()).unwrap_or_default();
+        for row in &self.results {
+            let s = &row.shape;
+            let cells = [
+                s.b.to_string(),
+                s.hq.to_string(),
+                s.hkv.to_string(),
+                s.sq.to_string(),
+                s.sk.to_string(),
+                s.d.to_string(),
+                s.dv.to_string(),
+                s.causal.to_string(),
+                row.dtype.to_string(),
+                row.backend.clone(),
+                row.algorithm.to_string(),
+                row.isa.clone().unwrap_or_default(),
+                row.threads.to_string(),
+                number(row.median_ms),
+                number(row.min_ms),
+                number(row.max_ms),
+                number(row.spread),
+                row.samples_ms.len().to_string(),
+                number(row.gflops),
+                number(row.gbps),
+                quoted(row.reason.as_deref().unwrap_or_default()),
+            ];
+            text.push_str(&cells.join(","));
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// A CSV field (RFC 4180).
+fn quoted(text: &str) -> String {
+    if text.contains([',', '"', '\n', '\r']) {
+        format!("\"{}\"", text.replace('"', "\"\""))
+    } else {
+        text.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_with_commas_and_quotes_are_quoted() {
+        assert_eq!(quoted("plain"), "plain");
+        assert_eq!(quoted("a, \"b\""), "\"a, \"\"b\"\"\"");
+    }
+}

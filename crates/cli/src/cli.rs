@@ -1,0 +1,68 @@
+//! The command line: commands, exit status, errors.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::{bench, compare, devices, generate, peer_worker, run};
+
+/// Exact attention, one tile at a time, on whichever processor is there
+#[derive(Debug, Parser)]
+#[command(name = "tilewise", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Compare(compare::CompareArgs),
+    Run(run::RunArgs),
+    Generate(generate::GenerateArgs),
+    Bench(bench::BenchArgs),
+    Devices(devices::DevicesArgs),
+    #[command(hide = true)]
+    PeerWorker(peer_worker::PeerWorkerArgs),
+}
+
+/// What a command that compares found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Agree,
+    Differ,
+}
+
+/// Runs the command line of this process.
+///
+/// Exit status: 0 on success and if everything compared agrees, 1 if something differs, 2 on any error.
+pub fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Compare(args) => compare::run(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Devices(args) => devices::run(&args),
+        Command::PeerWorker(args) => peer_worker::run(&args),
+    };
+    match result {
+        Ok(Verdict::Agree) => ExitCode::SUCCESS,
+        Ok(Verdict::Differ) => ExitCode::from(1),
+        // Whoever read our output has seen enough.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line, whatever an error brings along.
+            let text = format!("{error:#}").replace('\n', " ");
+            let _ = writeln!(io::stderr(), "error: {text}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause
+            .downcast_ref::<io::Error>()
+            .is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+    })
+}

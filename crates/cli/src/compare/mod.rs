@@ -1,0 +1,175 @@
+//! `tilewise compare`: every backend and algorithm against the naive definition, on files.
+
+mod lane;
+mod report;
+mod table;
+
+use std::num::NonZeroUsize;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use rayon::prelude::*;
+use tilewise::core::tolerance::{Judge, RowSample, judge_row};
+use tilewise::{Element, Inputs, Problem};
+
+use crate::args::problem::ProblemArgs;
+use crate::args::select::{self, Lane, SelectArgs};
+use crate::args::tensors::TensorArgs;
+use crate::cli::Verdict;
+use crate::environment::Environment;
+use crate::facts::ProblemFacts;
+use crate::input::{self, AnyLoaded, Loaded};
+use crate::ui;
+use report::{FileResult, ReferenceRows, Report};
+
+/// Compare backends and algorithms with the naive definition, and with each other, on input files
+///
+/// The reference is softmax attention in f64 with compensated sums. A result passes if it is within
+/// the stated bound: twice the error of the naive algorithm run in the inputs' dtype, one rounding
+/// of the output, and an accumulation term.
+///
+/// Exit status: 0 if everything that ran agrees, 1 if something differs, 2 on an error.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CompareArgs {
+    #[command(flatten)]
+    tensors: TensorArgs,
+    #[command(flatten)]
+    problem: ProblemArgs,
+    #[command(flatten)]
+    select: SelectArgs,
+
+    /// Threads of the CPU backend [default: RAYON_NUM_THREADS, then all]
+    #[arg(long, value_name = "N", help_heading = "Selection")]
+    threads: Option<NonZeroUsize>,
+
+    /// Timed calls of each [default: about a second's worth, 3 to 30]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Measurement")]
+    repeat: Option<u32>,
+
+    /// Skip what would need more memory than this besides inputs and outputs
+    #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = ui::parse_bytes, help_heading = "Measurement")]
+    memory_limit: u64,
+
+    /// Rows of the output that are judged: a number, or all [default: as many as take seconds]
+    #[arg(long, value_name = "N", value_parser = parse_rows, help_heading = "Measurement")]
+    reference_rows: Option<RowCount>,
+
+    /// Print JSON instead of a table
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum RowCount {
+    All,
+    AtMost(usize),
+}
+
+fn parse_rows(text: &str) -> Result<RowCount, String> {
+    match text {
+        "all" => Ok(RowCount::All),
+        _ => match text.parse() {
+            Ok(n) if n >= 2 => Ok(RowCount::AtMost(n)),
+            _ => Err("expected all, or a number of at least 2".into()),
+        },
+    }
+}
+
+/// Multiplications that the reference may take if no number of rows is asked for: a few seconds.
+const REFERENCE_WORK: f64 = 1e9;
+
+pub(crate) fn run(args: &CompareArgs) -> Result<Verdict> {
+    let lanes = args.select.lanes()?;
+    let available = select::all_available(&lanes);
+    if lanes.iter().all(|lane| lane.backend.is_err()) {
+        available?;
+        bail!("no backend is available (tilewise devices says why)");
+    }
+    let loaded = input::load(&args.tensors, &args.problem)?;
+    let report = match &loaded {
+        AnyLoaded::F64(loaded) => compare(args, loaded, &lanes),
+        AnyLoaded::F32(loaded) => compare(args, loaded, &lanes),
+        AnyLoaded::F16(loaded) => compare(args, loaded, &lanes),
+        AnyLoaded::BF16(loaded) => compare(args, loaded, &lanes),
+    }?;
+    if args.json {
+        ui::print_json(&report)?;
+    } else {
+        ui::print(&table::render(&report))?;
+    }
+    if report.results.iter().all(|row| !row.ran()) {
+        bail!("nothing ran: every backend and algorithm was skipped");
+    }
+    // Those that are here were compared; that one asked for by name is missing stays an error.
+    available?;
+    Ok(report.verdict())
+}
+
+fn compare<T: Element>(args: &CompareArgs, loaded: &Loaded<T>, lanes: &[Lane]) -> Result<Report> {
+    let files = || loaded.source.join(" ");
+    let inputs = loaded.inputs().with_context(files)?;
+    let problem = Problem::new(&inputs, &loaded.options).with_context(files)?;
+    let pool = select::pool(args.threads)?;
+
+    let sample = sample(args.reference_rows, &problem);
+    let judge = pool.install(|| judge(&problem, &inputs, &sample));
+
+    let results = lane::run_all(args, &problem, &inputs, &judge, lanes, &pool)?;
+    let file = match &loaded.expected {
+        Some(expected) => {
+            let lse = expected.lse_view().with_context(files)?;
+            let comparison = judge
+                .compare(&expected.o_view().with_context(files)?, lse.as_ref())
+                .with_context(files)?;
+            Some(FileResult::new(&comparison))
+        }
+        None => None,
+    };
+    Ok(Report {
+        schema: 1,
+        inputs: loaded.source.clone(),
+        environment: Environment::new(
+            pool.current_num_threads(),
+            results.iter().filter_map(|(_, info)| info.as_ref()),
+        ),
+        problem: ProblemFacts::new(&problem),
+        reference: "naive-f64",
+        reference_rows: ReferenceRows {
+            checked: sample.rows().len(),
+            total: sample.total(),
+        },
+        results: results.into_iter().map(|(row, _)| row).collect(),
+        file,
+        notes: loaded.notes.clone(),
+    })
+}
+
+fn sample(asked: Option<RowCount>, problem: &Problem) -> RowSample {
+    match asked {
+        Some(RowCount::All) => RowSample::all(problem),
+        Some(RowCount::AtMost(count)) => RowSample::at_most(problem, count),
+        None => {
+            let rows: usize = problem.dims().lse_shape().iter().product();
+            let share = REFERENCE_WORK / problem.flops().max(1.0);
+            // Enough rows that a fault of one tile or one head in a long input is met.
+            RowSample::at_most(problem, ((share * rows as f64) as usize).max(1024))
+        }
+    }
+}
+
+/// The reference of the sampled rows, in parallel.
+fn judge<T: Element>(problem: &Problem, inputs: &Inputs<'_, T>, sample: &RowSample) -> Judge {
+    let bar = ui::progress(sample.rows().len() as u64);
+    bar.set_message("rows of the reference");
+    let rows = sample
+        .rows()
+        .par_iter()
+        .map(|&row| {
+            let judged = judge_row(problem, inputs, row);
+            bar.inc(1);
+            judged
+        })
+        .collect();
+    bar.finish_and_clear();
+    Judge::from_rows(problem, rows)
+}

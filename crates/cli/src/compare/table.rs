@@ -1,0 +1,156 @@
+//! The results of `compare`, as people read them.
+
+use std::fmt::Write;
+
+use super::report::{FileResult, Report, ResultRow, Status};
+use crate::ui::{self, Grid, Tone, plain, scientific, significant};
+
+/// Columns that are aligned left: backend, algorithm, instruction set.
+const LEFT: usize = 3;
+
+pub(super) fn render(report: &Report) -> String {
+    let mut text = String::new();
+    head(&mut text, report);
+    let mut grid = Grid::new(
+        &[
+            "backend",
+            "algorithm",
+            "isa",
+            "max\nabs err",
+            "mean\nabs err",
+            "max\nrel err",
+            "lse\nerr",
+            "\nbound",
+            "",
+            "median\nms",
+            "\nGFLOP/s",
+            "vs\nstd",
+            "extra\nmemory",
+        ],
+        LEFT,
+    );
+    for row in report.results.iter().filter(|row| row.ran()) {
+        grid.row(&cells(row));
+    }
+    if let Some(file) = &report.file {
+        grid.row(&file_cells(file));
+    }
+    if report.file.is_some() || report.results.iter().any(ResultRow::ran) {
+        text.push_str(&grid.render());
+    }
+    tail(&mut text, report);
+    text
+}
+
+fn head(text: &mut String, report: &Report) {
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "{}", report.inputs.join(" "));
+    let _ = writeln!(text, "  {}", report.problem.sizes());
+    let _ = writeln!(text, "  {}", report.problem.options());
+    for device in &report.environment.backends {
+        let _ = writeln!(text, "  {}: {}", device.name, device.device);
+    }
+    let rows = report.reference_rows;
+    let which = if rows.checked == rows.total {
+        format!("all {} rows", rows.total)
+    } else {
+        format!(
+            "{} of {} rows, first and last among them",
+            rows.checked, rows.total
+        )
+    };
+    let _ = writeln!(text, "  reference: the naive definition in f64, {which}\n");
+}
+
+fn tail(text: &mut String, report: &Report) {
+    let mut notes: Vec<String> = report.notes.clone();
+    for row in &report.results {
+        let name = match row.status {
+            // A backend that is not here skips all its algorithms for one reason: said once.
+            Status::Skipped if row.isa.is_none() && unavailable(report, row) => row.backend.clone(),
+            _ => format!("{} {}", row.backend, row.algorithm),
+        };
+        let note = match (row.status, &row.reason) {
+            (Status::Skipped, Some(reason)) => format!("{name} skipped: {reason}"),
+            (Status::Failed, Some(reason)) => format!("{name} failed: {reason}"),
+            _ => continue,
+        };
+        if !notes.contains(&note) {
+            notes.push(note);
+        }
+    }
+    if report.environment.debug_build {
+        notes.push("this is a debug build: times say nothing".into());
+    }
+    if !notes.is_empty() {
+        text.push('\n');
+    }
+    for note in notes {
+        let _ = writeln!(text, "{note}");
+    }
+}
+
+/// Whether all rows of this row's backend are skipped for the same reason.
+fn unavailable(report: &Report, row: &ResultRow) -> bool {
+    report
+        .results
+        .iter()
+        .filter(|other| other.backend == row.backend)
+        .all(|other| other.status == Status::Skipped && other.reason == row.reason)
+}
+
+fn verdict(pass: Option<bool>) -> (String, Tone) {
+    match pass {
+        Some(true) => ("pass".into(), Tone::Good),
+        Some(false) => ("FAIL".into(), Tone::Bad),
+        None => ("-".into(), Tone::Plain),
+    }
+}
+
+fn cells(row: &ResultRow) -> Vec<(String, Tone)> {
+    vec![
+        plain(row.backend.clone()),
+        plain(row.algorithm),
+        plain(row.isa.clone().unwrap_or_default()),
+        plain(scientific(row.max_abs_err)),
+        plain(scientific(row.mean_abs_err)),
+        plain(scientific(row.max_rel_err)),
+        plain(scientific(row.lse_max_abs_err)),
+        plain(scientific(row.tolerance)),
+        if row.status == Status::Failed {
+            ("FAIL".into(), Tone::Bad)
+        } else {
+            verdict(row.pass)
+        },
+        plain(significant(row.median_ms)),
+        plain(significant(row.gflops)),
+        plain(match row.speedup_vs_standard {
+            Some(x) => format!("{}x", significant(Some(x))),
+            None => "-".into(),
+        }),
+        plain(row.peak_extra_bytes.map_or("-".into(), ui::bytes)),
+    ]
+}
+
+fn file_cells(file: &FileResult) -> Vec<(String, Tone)> {
+    let what = if file.lse_max_abs_err.is_some() {
+        "o, lse"
+    } else {
+        "o"
+    };
+    vec![
+        plain("file"),
+        plain(what),
+        plain(""),
+        plain(scientific(file.max_abs_err)),
+        plain(scientific(Some(file.mean_abs_err))),
+        plain(scientific(Some(file.max_rel_err))),
+        plain(scientific(file.lse_max_abs_err)),
+        plain(scientific(Some(file.tolerance))),
+        verdict(Some(file.pass)),
+        plain(""),
+        plain(""),
+        plain(""),
+        plain(""),
+    ]
+}

@@ -1,0 +1,93 @@
+//! `tilewise devices`: what this machine and this build can run on.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+use crate::cli::Verdict;
+use crate::{isa, ui};
+
+/// List backends with their status, or exactly what is missing
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DevicesArgs {
+    /// Print JSON instead of text
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Devices {
+    schema: u32,
+    backends: Vec<Entry>,
+    /// Instruction sets that the CPU backend can be forced to here, the widest first.
+    isas: Vec<String>,
+    threads: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Entry {
+    name: String,
+    available: bool,
+    reason: Option<String>,
+    device: Option<String>,
+    details: BTreeMap<String, String>,
+}
+
+pub(crate) fn run(args: &DevicesArgs) -> Result<Verdict> {
+    let backends = tilewise::backends()
+        .into_iter()
+        .map(|backend| match backend.status {
+            Ok(info) => Entry {
+                name: backend.kind.to_string(),
+                available: true,
+                reason: None,
+                device: Some(info.device),
+                details: info.details.into_iter().collect(),
+            },
+            Err(reason) => Entry {
+                name: backend.kind.to_string(),
+                available: false,
+                reason: Some(reason),
+                device: None,
+                details: BTreeMap::new(),
+            },
+        })
+        .collect();
+    let devices = Devices {
+        schema: 1,
+        backends,
+        isas: isa::available(),
+        threads: rayon::current_num_threads(),
+    };
+    if args.json {
+        ui::print_json(&devices)?;
+    } else {
+        ui::print(&render(&devices))?;
+    }
+    Ok(Verdict::Agree)
+}
+
+fn render(devices: &Devices) -> String {
+    let mut text = String::new();
+    for entry in &devices.backends {
+        // Writing to a String cannot fail.
+        let _ = match (&entry.device, &entry.reason) {
+            (Some(device), _) => writeln!(text, "{:8} available      {device}", entry.name),
+            (None, reason) => writeln!(
+                text,
+                "{:8} not available  {}",
+                entry.name,
+                reason.as_deref().unwrap_or_default()
+            ),
+        };
+        for (name, value) in &entry.details {
+            let _ = writeln!(text, "{:8} {name}: {value}", "");
+        }
+    }
+    let _ = writeln!(text, "\ninstruction sets: {}", devices.isas.join(", "));
+    let _ = writeln!(text, "threads: {}", devices.threads);
+    text
+}

@@ -1,0 +1,218 @@
+//! What is printed, and where: results on stdout, progress and errors on stderr.
+
+use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
+
+use comfy_table::{Cell, CellAlignment, Color, ContentLineStyle, LineStyle, Table, TableStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+/// Writes `text` to stdout.
+pub(crate) fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+/// Writes `value` to stdout as indented JSON.
+pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    let mut text = serde_json::to_string_pretty(value)?;
+    text.push('\n');
+    Ok(print(&text)?)
+}
+
+/// A note for people, on stderr. Losing it is no error.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(io::stderr(), "note: {text}");
+}
+
+/// Whether stdout takes colours: a terminal, and <https://no-color.org> not asked for.
+fn colours() -> bool {
+    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    io::stdout().is_terminal() && !refused
+}
+
+/// Progress over `steps`, on stderr; hidden unless stderr is a terminal.
+pub(crate) fn progress(steps: u64) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {wide_msg}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+/// How a cell is meant.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tone {
+    Plain,
+    Good,
+    Bad,
+}
+
+/// A table of text columns, the first `left` of them aligned left and the others right.
+pub(crate) struct Grid {
+    table: Table,
+    left: usize,
+}
+
+impl Grid {
+    pub(crate) fn new(header: &[&str], left: usize) -> Grid {
+        let mut table = Table::new();
+        table.load_style(
+            TableStyle::new()
+                .header_lines(ContentLineStyle::none())
+                .header_separator(LineStyle::none().fill('-').junction('-'))
+                .content_lines(ContentLineStyle::none()),
+        );
+        table.force_no_tty();
+        if colours() {
+            table.enforce_styling();
+        }
+        let mut grid = Grid { table, left };
+        let cells: Vec<Cell> = header
+            .iter()
+            .enumerate()
+            .map(|(column, text)| grid.cell(column, text, Tone::Plain))
+            .collect();
+        grid.table.set_header(cells);
+        grid
+    }
+
+    fn cell(&self, column: usize, text: &str, tone: Tone) -> Cell {
+        let cell = Cell::new(text).set_alignment(if column < self.left {
+            CellAlignment::Left
+        } else {
+            CellAlignment::Right
+        });
+        match tone {
+            Tone::Plain => cell,
+            Tone::Good => cell.fg(Color::Green),
+            Tone::Bad => cell.fg(Color::Red),
+        }
+    }
+
+    pub(crate) fn row(&mut self, cells: &[(String, Tone)]) {
+        let cells: Vec<Cell> = cells
+            .iter()
+            .enumerate()
+            .map(|(column, (text, tone))| self.cell(column, text, *tone))
+            .collect();
+        self.table.add_row(cells);
+    }
+
+    /// The table, one space between columns, every line ended.
+    pub(crate) fn render(mut self) -> String {
+        for column in self.table.column_iter_mut() {
+            column.set_padding((0, 0));
+        }
+        let mut text = self.table.trim_fmt();
+        text.push('\n');
+        text
+    }
+}
+
+/// A plain cell.
+pub(crate) fn plain(text: impl Into<String>) -> (String, Tone) {
+    (text.into(), Tone::Plain)
+}
+
+/// An error or bound in seven columns; `-` where there is none.
+pub(crate) fn scientific(x: Option<f64>) -> String {
+    match x {
+        None => "-".into(),
+        Some(0.0) => "0".into(),
+        Some(x) if !x.is_finite() => format!("{x}"),
+        Some(x) => format!("{x:.1e}"),
+    }
+}
+
+/// Three significant digits, without an exponent.
+pub(crate) fn significant(x: Option<f64>) -> String {
+    match x {
+        None => "-".into(),
+        Some(x) if !x.is_finite() => format!("{x}"),
+        Some(x) if x.abs() >= 99.95 => format!("{x:.0}"),
+        Some(x) if x.abs() >= 9.995 => format!("{x:.1}"),
+        Some(x) if x.abs() >= 0.9995 => format!("{x:.2}"),
+        Some(x) => format!("{x:.3}"),
+    }
+}
+
+/// A size in binary units.
+pub(crate) fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if n < 1024 {
+        return format!("{n} B");
+    }
+    let mut size = n as f64 / 1024.0;
+    let mut unit = 0;
+    while size >= 1023.5 && unit + 1 < UNITS.len() {
+        size /= 1024.0;
+        unit += 1;
+    }
+    format!(
+        "{} {}",
+        significant(Some(size)).trim_end_matches(".00"),
+        UNITS[unit]
+    )
+}
+
+/// Why something that needs `needed` bytes is skipped.
+pub(crate) fn over_limit(needed: u64, limit: u64) -> String {
+    format!(
+        "needs {} of memory, above --memory-limit {}",
+        bytes(needed),
+        bytes(limit)
+    )
+}
+
+/// A size such as `4GiB`, `512M`, `1e9` or a plain number of bytes. Units are binary.
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text
+        .find(|c: char| c.is_ascii_alphabetic() && c != 'e' && c != 'E')
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let shift = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return Err(format!("{text}: expected a size such as 512MiB or 4GiB")),
+    };
+    match number.trim().parse::<f64>() {
+        Ok(x) if x >= 0.0 && x.is_finite() => Ok((x * (1u64 << shift) as f64) as u64),
+        _ => Err(format!("{text}: expected a size such as 512MiB or 4GiB")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_and_written() {
+        assert_eq!(parse_bytes("4GiB"), Ok(4 << 30));
+        assert_eq!(parse_bytes("512m"), Ok(512 << 20));
+        assert_eq!(parse_bytes("1.5 KiB"), Ok(1536));
+        assert_eq!(parse_bytes("1000"), Ok(1000));
+        assert_eq!(parse_bytes("1e9"), Ok(1_000_000_000));
+        for wrong in ["", "GiB", "-1", "4 apples", "inf"] {
+            assert!(parse_bytes(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1 << 30), "1 GiB");
+        assert_eq!(bytes(1023 << 10), "1023 KiB");
+        assert_eq!(bytes(14_900_000), "14.2 MiB");
+    }
+
+    #[test]
+    fn numbers_keep_their_width() {
+        assert_eq!(scientific(Some(1.26e-7)), "1.3e-7");
+        assert_eq!(scientific(None), "-");
+        assert_eq!(significant(Some(0.12345)), "0.123");
+        assert_eq!(significant(Some(9.996)), "10.0");
+        assert_eq!(significant(Some(1234.5)), "1234");
+    }
+}

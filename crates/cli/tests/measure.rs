@@ -1,0 +1,180 @@
+//! `bench`, `devices` and the worker of benchmark harnesses.
+
+mod common;
+
+use common::*;
+use serde_json::{Value, json};
+
+const SHAPES: [&str; 6] = [
+    "bench",
+    "--backends",
+    "cpu",
+    "--shapes",
+    "1,2,1,sq=16..64*2,sk=sq,8:16,causal",
+    "--repeat",
+];
+
+fn bench(extra: &[&str]) -> Vec<&'static str> {
+    let mut args: Vec<&'static str> = SHAPES.to_vec();
+    args.push("2");
+    for &arg in extra {
+        args.push(Box::leak(arg.to_string().into_boxed_str()));
+    }
+    args
+}
+
+#[test]
+fn bench_measures_every_combination() {
+    let args = bench(&[
+        "--algorithms",
+        "fa2,standard",
+        "--dtype",
+        "f32,bf16",
+        "--threads",
+        "1,2",
+    ]);
+    let report = json(&args, 0);
+    let rows = report["results"].as_array().unwrap();
+    assert_eq!(rows.len(), 6 * 2 * 2 * 2);
+    for row in rows {
+        let ms = row["median_ms"].as_f64().unwrap();
+        let [hq, s, d] = ["hq", "sq", "d"].map(|name| row["shape"][name].as_f64().unwrap());
+        let flops = 4.0 * hq * (s * (s + 1.0) / 2.0) * d;
+        assert!((row["gflops"].as_f64().unwrap() / (flops / ms / 1e6) - 1.0).abs() < 1e-9);
+        let bytes = s * 2.0 * d * if row["dtype"] == "f32" { 4.0 } else { 2.0 };
+        assert!((row["gbps"].as_f64().unwrap() / (bytes / ms / 1e6) - 1.0).abs() < 1e-9);
+        assert_eq!(row["samples_ms"].as_array().unwrap().len(), 2);
+        assert!(row["min_ms"].as_f64() <= row["median_ms"].as_f64());
+    }
+    assert_eq!(rows[0]["shape"]["text"], "1,2,1,16,16,8,causal");
+    assert_eq!(rows.last().unwrap()["threads"], 2);
+}
+
+#[test]
+fn bench_writes_csv_and_markdown() {
+    let csv = stdout(&bench(&["--algorithms", "fa2", "--csv"]), 0);
+    let mut lines = csv.lines();
+    let columns = lines.next().unwrap().split(',').count();
+    let rows: Vec<&str> = lines.collect();
+    assert_eq!(rows.len(), 6);
+    for row in rows {
+        assert_eq!(row.split(',').count(), columns, "{row}");
+        assert!(row.starts_with("1,2,1,"), "{row}");
+    }
+    let markdown = stdout(&bench(&["--algorithms", "fa2", "--markdown"]), 0);
+    let table: Vec<&str> = markdown
+        .lines()
+        .filter(|line| line.starts_with('|'))
+        .collect();
+    assert_eq!(table.len(), 2 + 6);
+    assert!(table[2].contains("1,2,1,16,16,8,causal"), "{}", table[2]);
+}
+
+#[test]
+fn bench_refuses_shapes_that_are_none() {
+    let output = tilewise()
+        .args(["bench", "--shapes", "1,2,3"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let text = error(&["bench", "--backends", "cpu", "--shapes", "1,3,2,4,4,8"]);
+    assert!(
+        text.contains("1,3,2,4,4,8") && text.contains("num_heads"),
+        "{text}"
+    );
+}
+
+#[test]
+fn devices_are_listed_with_status() {
+    let devices = json(&["devices"], 0);
+    let backends = devices["backends"].as_array().unwrap();
+    let cpu = backends
+        .iter()
+        .find(|backend| backend["name"] == "cpu")
+        .unwrap();
+    assert_eq!(cpu["available"], true);
+    for backend in backends {
+        assert_eq!(
+            backend["available"] == true,
+            backend["reason"].is_null(),
+            "{backend}"
+        );
+    }
+    let isas = devices["isas"].as_array().unwrap();
+    assert_eq!(isas.last().unwrap(), "portable");
+    let text = stdout(&["devices"], 0);
+    for isa in isas {
+        assert!(text.contains(isa.as_str().unwrap()), "{text}");
+    }
+}
+
+#[test]
+fn the_peer_worker_speaks_the_harness_protocol() {
+    let folder = Folder::new();
+    let inputs = folder.generate("in.safetensors", &["--shape", "1,2,1,6,6,8"]);
+    for name in ["q", "k", "v"] {
+        let (_, data) = read(&inputs, name);
+        std::fs::write(folder.file(&format!("{name}.f32")), le_bytes(&data)).unwrap();
+    }
+    let out = folder.file("o.f32");
+    let dir = folder.file("");
+    let shape = json!({"b": 1, "hq": 2, "hkv": 1, "sq": 6, "sk": 6, "d": 8, "causal": true});
+    let setup = |dtype: &str, backward: bool| {
+        json!({"op": "setup", "contender": "tilewise-fa2", "shape": shape, "dtype": dtype, "dir": dir,
+               "backward": backward})
+    };
+    let requests = [
+        json!({"op": "hello"}),
+        json!({"op": "run", "n": 1}),
+        setup("f32", false),
+        json!({"op": "run", "n": 3}),
+        json!({"op": "output", "path": out}),
+        setup("f32", true),
+        setup("bf16", false),
+        json!({"op": "run", "n": 1}),
+        json!({"op": "free"}),
+        json!({"op": "dance"}),
+    ];
+    let stdin: String = requests
+        .iter()
+        .map(|request| format!("{request}\n"))
+        .collect();
+    let output = tilewise()
+        .arg("peer-worker")
+        .write_stdin(stdin)
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let answers: Vec<Value> = String::from_utf8(output.stdout)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(answers.len(), requests.len());
+    assert_eq!(answers[0]["name"], "tilewise");
+    let ok: Vec<bool> = answers[1..]
+        .iter()
+        .map(|answer| answer["ok"] == true)
+        .collect();
+    assert_eq!(
+        ok,
+        [false, true, true, true, false, true, true, true, false]
+    );
+    assert_eq!(answers[3]["seconds"].as_array().unwrap().len(), 3);
+
+    let reference = folder.file("ref.safetensors");
+    stdout(
+        &[
+            "run",
+            &inputs,
+            "--causal",
+            "--backend",
+            "cpu",
+            "-o",
+            &reference,
+        ],
+        0,
+    );
+    let (_, expected) = read(&reference, "o");
+    assert_eq!(std::fs::read(&out).unwrap(), le_bytes(&expected));
+}
