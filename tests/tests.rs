@@ -1,0 +1,7 @@
+//! Every backend of this machine against the naive definition, the laws, and bad input.
+
+mod engine;
+mod errors;
+mod laws;
+mod properties;
+mod support;
