@@ -1,0 +1,434 @@
+//! The backend the facade holds: one GPU, host views in and out (copies, and says so), device memory
+//! through [`ops`](crate::ops) and [`state`](crate::state).
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr};
+use half::{bf16, f16};
+use tilewise_core::backend::check_outputs;
+use tilewise_core::{
+    Algorithm, AnyInputs, AnyTensorMut, Backend, BackendInfo, DType, Element, Error, ForwardReport,
+    Inputs, Problem, Result, RunningState, TensorView, TensorViewMut,
+};
+
+use crate::cache::Store;
+use crate::error::{allocation, driver, unavailable};
+use crate::module::Modules;
+use crate::ops;
+use crate::probe::{probe, version_name};
+use crate::view::{DeviceView, DeviceViewMut};
+
+/// Device memory that `standard` may take for S and P at once, if more is free.
+const STANDARD_BUDGET: u64 = 8 << 30;
+
+/// Where kernels come from, and which GPU to use.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// N of `cuda:N`.
+    pub ordinal: usize,
+    /// Folder of the kernel cache; `None`: `TILEWISE_CACHE_DIR`, else the user's cache folder.
+    pub cache: Option<PathBuf>,
+    /// Folder of kernels built ahead; `None`: `TILEWISE_KERNELS_DIR`.
+    pub kernels: Option<PathBuf>,
+    /// NVRTC, or its folder; `None`: `TILEWISE_NVRTC`, else the usual places.
+    pub nvrtc: Option<PathBuf>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    name: String,
+    device: String,
+    compute: i32,
+    driver: i32,
+    context: Arc<CudaContext>,
+    modules: Modules,
+    shared_limit: u32,
+    l2: u64,
+    multiprocessors: i32,
+    memory: u64,
+    /// Streams at rest: each host call takes one, so that calls from several threads overlap.
+    streams: Mutex<Vec<Arc<CudaStream>>>,
+}
+
+/// Attention on one GPU. Cheap to clone; all clones share kernels and streams.
+#[derive(Clone, Debug)]
+pub struct CudaBackend {
+    shared: Arc<Shared>,
+}
+
+impl CudaBackend {
+    /// The GPU `cuda:ordinal`, with everything else by settings.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the exact reason: no driver, too old a driver, no such device, too
+    /// low a compute capability.
+    pub fn new(ordinal: usize) -> Result<CudaBackend> {
+        Self::with(CudaOptions {
+            ordinal,
+            ..CudaOptions::default()
+        })
+    }
+
+    /// A GPU with these options.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with(options: CudaOptions) -> Result<CudaBackend> {
+        let name = format!("cuda:{}", options.ordinal);
+        let found = probe();
+        let device = found
+            .usable(options.ordinal)
+            .map_err(|reason| unavailable(&name, reason))?;
+        let version = found.driver.clone().unwrap_or_default();
+        let context =
+            CudaContext::new(options.ordinal).map_err(|e| driver("opening the device", e))?;
+        let attribute = |which| {
+            context
+                .attribute(which)
+                .map_err(|e| driver("cuDeviceGetAttribute", e))
+        };
+        let limit = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let l2 = attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
+        let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let compute = device.compute.0 * 10 + device.compute.1;
+        let modules = Modules::new(
+            Arc::clone(&context),
+            compute,
+            options.cache.map(Store::at).or_else(Store::cache),
+            options.kernels.map(Store::at).or_else(Store::prebuilt),
+            options.nvrtc,
+        );
+        tracing::debug!(device = %device.name, compute, driver = version, "CUDA device opened");
+        Ok(CudaBackend {
+            shared: Arc::new(Shared {
+                name,
+                device: device.name.clone(),
+                compute,
+                driver: version,
+                context,
+                modules,
+                shared_limit: limit.max(0) as u32,
+                l2: l2.max(0) as u64,
+                multiprocessors,
+                memory: device.memory,
+                streams: Mutex::default(),
+            }),
+        })
+    }
+
+    /// The primary context of the device, shared with other libraries of the process.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.shared.context
+    }
+
+    /// The checked level's kernels.
+    pub fn modules(&self) -> &Modules {
+        &self.shared.modules
+    }
+
+    /// Shared memory a block may have, in bytes.
+    pub fn shared_limit(&self) -> u32 {
+        self.shared.shared_limit
+    }
+
+    /// Bytes of second-level cache.
+    pub fn l2_bytes(&self) -> u64 {
+        self.shared.l2
+    }
+
+    /// The CUDA version of the driver, as 13000 for 13.0.
+    pub fn driver_version(&self) -> i32 {
+        self.shared.driver
+    }
+
+    pub(crate) fn standard_budget(&self) -> u64 {
+        // What the pool holds may be reused, so half of what is there is a cautious bound.
+        STANDARD_BUDGET.min(self.shared.memory / 2)
+    }
+
+    pub(crate) fn bind(&self) -> Result<()> {
+        self.shared
+            .context
+            .bind_to_thread()
+            .map_err(|e| driver("cuCtxSetCurrent", e))
+    }
+
+    /// Runs `work` on a stream of its own and waits for it.
+    pub(crate) fn on_stream<R>(
+        &self,
+        work: impl FnOnce(&Arc<CudaStream>) -> Result<R>,
+    ) -> Result<R> {
+        self.bind()?;
+        let rest = &self.shared.streams;
+        let kept = rest.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let stream = match kept {
+            Some(stream) => stream,
+            None => self
+                .shared
+                .context
+                .new_stream()
+                .map_err(|e| driver("cuStreamCreate", e))?,
+        };
+        let result = work(&stream);
+        // Also after an error: whatever was queued must have passed before its memory is reused.
+        let passed = stream
+            .synchronize()
+            .map_err(|e| driver("cuStreamSynchronize", e));
+        rest.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(stream);
+        let result = result?;
+        passed?;
+        Ok(result)
+    }
+
+    fn forward_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_, T>,
+        algorithm: Algorithm,
+        mut out: TensorViewMut<'_, T>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<()> {
+        let dims = *problem.dims();
+        self.on_stream(|stream| {
+            let q = Uploaded::new(stream, "q", &inputs.q)?;
+            let k = Uploaded::new(stream, "k", &inputs.k)?;
+            let v = Uploaded::new(stream, "v", &inputs.v)?;
+            let shape = dims.out_shape();
+            let mut result = device_zeros::<T>(stream, "out", shape.iter().product())?;
+            let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
+            let [b, h, s] = dims.lse_shape();
+            ops::forward(
+                self,
+                stream,
+                problem,
+                algorithm,
+                &q.view()?,
+                &k.view()?,
+                &v.view()?,
+                &mut DeviceViewMut::bhsd::<T, _>(&mut result, shape)?,
+                Some(&mut DeviceViewMut::bhsd::<f32, _>(&mut sums, [b, h, s, 1])?),
+            )?;
+            download(stream, &result, &mut out)?;
+            if let Some(mut lse) = lse {
+                download(stream, &sums, &mut lse)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Device memory for `len` elements, at least one.
+pub(crate) fn device_zeros<T: DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+    stream: &Arc<CudaStream>,
+    what: &str,
+    len: usize,
+) -> Result<CudaSlice<T>> {
+    stream
+        .alloc_zeros::<T>(len.max(1))
+        .map_err(|e| allocation(what, (len * size_of::<T>()) as u64, e))
+}
+
+/// A host tensor on the device: as it lies where that is compact, packed where it is not.
+pub(crate) struct Uploaded<T> {
+    memory: CudaSlice<T>,
+    shape: [usize; 4],
+    strides: [isize; 4],
+    offset: usize,
+}
+
+impl<T: Element + DeviceRepr> Uploaded<T> {
+    pub(crate) fn new(
+        stream: &Arc<CudaStream>,
+        name: &'static str,
+        view: &TensorView<'_, T>,
+    ) -> Result<Uploaded<T>> {
+        let (shape, strides) = (view.shape(), view.strides());
+        let len = view.len();
+        if len == 0 {
+            return Ok(Uploaded {
+                memory: upload(stream, name, &[T::default()])?,
+                shape,
+                strides: [0; 4],
+                offset: 0,
+            });
+        }
+        let (mut low, mut high) = (view.offset() as isize, view.offset() as isize);
+        for axis in 0..4 {
+            let reach = (shape[axis] as isize - 1) * strides[axis];
+            low += reach.min(0);
+            high += reach.max(0);
+        }
+        let covered = (high - low) as usize + 1;
+        if covered <= len.saturating_mul(2) {
+            return Ok(Uploaded {
+                memory: upload(stream, name, &view.data()[low as usize..=high as usize])?,
+                shape,
+                strides,
+                offset: view.offset() - low as usize,
+            });
+        }
+        // Scattered over much more memory than it has elements: those alone travel.
+        let mut packed = Vec::with_capacity(len);
+        for b in 0..shape[0] {
+            for h in 0..shape[1] {
+                for s in 0..shape[2] {
+                    match view.contiguous_row(b, h, s) {
+                        Some(row) => packed.extend_from_slice(row),
+                        None => packed.extend(view.row(b, h, s)),
+                    }
+                }
+            }
+        }
+        Ok(Uploaded {
+            memory: upload(stream, name, &packed)?,
+            shape,
+            strides: crate::view::contiguous(shape),
+            offset: 0,
+        })
+    }
+
+    pub(crate) fn view(&self) -> Result<DeviceView<'_>> {
+        DeviceView::from_strides::<T, _>(&self.memory, self.shape, self.strides, self.offset)
+    }
+}
+
+fn upload<T: DeviceRepr>(stream: &Arc<CudaStream>, name: &str, data: &[T]) -> Result<CudaSlice<T>> {
+    stream
+        .clone_htod(data)
+        .map_err(|e| allocation(name, size_of_val(data) as u64, e))
+}
+
+/// Copies a contiguous device tensor into a host view of any strides.
+pub(crate) fn download<T: Copy + Default + DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    memory: &CudaSlice<T>,
+    view: &mut TensorViewMut<'_, T>,
+) -> Result<()> {
+    if view.is_empty() {
+        return Ok(());
+    }
+    let shape = view.shape();
+    let len: usize = shape.iter().product();
+    let copy = |target: &mut [T]| {
+        stream
+            .memcpy_dtoh(&memory.slice(..len), target)
+            .map_err(|e| driver("copying the result", e))
+    };
+    let dense = crate::view::contiguous(shape);
+    if (0..4).all(|axis| shape[axis] <= 1 || view.strides()[axis] == dense[axis]) {
+        let offset = view.offset();
+        copy(&mut view.data_mut()[offset..offset + len])?;
+        // The target is borrowed only for this call.
+        return stream
+            .synchronize()
+            .map_err(|e| driver("cuStreamSynchronize", e));
+    }
+    let mut whole = vec![T::default(); len];
+    copy(&mut whole)?;
+    stream
+        .synchronize()
+        .map_err(|e| driver("cuStreamSynchronize", e))?;
+    let mut rows = whole.chunks_exact(shape[3]);
+    for b in 0..shape[0] {
+        for h in 0..shape[1] {
+            for s in 0..shape[2] {
+                if let Some(row) = rows.next() {
+                    view.row_mut(b, h, s).copy_from_slice(row);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn wrong_dtype(tensor: &'static str, expected: DType, got: DType) -> Error {
+    Error::DType {
+        tensor: tensor.into(),
+        expected,
+        got,
+    }
+}
+
+impl Backend for CudaBackend {
+    fn info(&self) -> BackendInfo {
+        let shared = &self.shared;
+        BackendInfo {
+            name: shared.name.clone(),
+            device: shared.device.clone(),
+            details: vec![
+                (
+                    "compute capability".into(),
+                    format!("{}.{}", shared.compute / 10, shared.compute % 10),
+                ),
+                (
+                    "driver".into(),
+                    format!("CUDA {}", version_name(shared.driver)),
+                ),
+                ("multiprocessors".into(), shared.multiprocessors.to_string()),
+                ("memory".into(), format!("{} MiB", shared.memory >> 20)),
+                ("L2".into(), format!("{} MiB", shared.l2 >> 20)),
+                (
+                    "compiler".into(),
+                    match shared.modules.nvrtc() {
+                        Ok(nvrtc) => nvrtc.to_string(),
+                        Err(reason) => reason.to_owned(),
+                    },
+                ),
+            ],
+        }
+    }
+
+    fn supports(&self, problem: &Problem, algorithm: Algorithm) -> Result<()> {
+        ops::supports(problem, algorithm)
+    }
+
+    fn workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
+        match algorithm.resolve() {
+            Algorithm::Standard => {
+                let (pairs, rows, ld) = ops::standard_chunks(problem, self.standard_budget());
+                pairs * rows * ld * (4 + problem.dtype().size() as u64)
+            }
+            Algorithm::Fa1 => ops::fa1_bytes(problem),
+            _ => 0,
+        }
+    }
+
+    /// Copies q, k and v to the device and out and lse back; device memory goes through
+    /// [`ops::forward`].
+    fn forward(
+        &self,
+        problem: &Problem,
+        inputs: &AnyInputs<'_>,
+        algorithm: Algorithm,
+        out: AnyTensorMut<'_>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<ForwardReport> {
+        check_outputs(problem, &out, lse.as_ref())?;
+        ops::supports(problem, algorithm)?;
+        let dtype = out.dtype();
+        match (inputs, out) {
+            (AnyInputs::F32(inputs), AnyTensorMut::F32(out)) => {
+                self.forward_typed::<f32>(problem, inputs, algorithm, out, lse)?;
+            }
+            (AnyInputs::F16(inputs), AnyTensorMut::F16(out)) => {
+                self.forward_typed::<f16>(problem, inputs, algorithm, out, lse)?;
+            }
+            (AnyInputs::BF16(inputs), AnyTensorMut::BF16(out)) => {
+                self.forward_typed::<bf16>(problem, inputs, algorithm, out, lse)?;
+            }
+            _ => return Err(wrong_dtype("q", problem.dtype(), dtype)),
+        }
+        Ok(ForwardReport {
+            algorithm: algorithm.resolve(),
+            isa: format!("sm_{}", self.shared.compute),
+        })
+    }
+
+    fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>> {
+        crate::state::running(self, problem)
+    }
+}

@@ -1,0 +1,220 @@
+//! Timing on the device: inputs that lie there, CUDA events, second-level cache flushed before each call.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut};
+use tilewise_core::{Algorithm, DType, Error, Problem, Result};
+
+use crate::backend::{CudaBackend, device_zeros};
+use crate::error::driver;
+use crate::ops::{self, run_state, scratch};
+use crate::raw::Args;
+use crate::view::{DeviceView, DeviceViewMut, contiguous};
+
+/// Least driver whose event times the bindings can read.
+const EVENTS_DRIVER: i32 = 12_080;
+
+/// Times of one case.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timing {
+    /// Each timed call, in milliseconds, in order.
+    pub samples_ms: Vec<f64>,
+    /// First call of the process for this case: finding, compiling or loading the kernel included.
+    pub first_ms: f64,
+}
+
+impl Timing {
+    /// Median of the samples in milliseconds.
+    pub fn median_ms(&self) -> f64 {
+        let mut sorted = self.samples_ms.clone();
+        sorted.sort_by(f64::total_cmp);
+        match sorted.len() {
+            0 => f64::NAN,
+            n if n % 2 == 1 => sorted[n / 2],
+            n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+        }
+    }
+}
+
+/// How long to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Warm-up time in milliseconds, at least one call.
+    pub warmup_ms: f64,
+    /// Measured time in milliseconds, at least five calls.
+    pub measure_ms: f64,
+    /// Most calls.
+    pub most: usize,
+}
+
+impl Default for Effort {
+    fn default() -> Self {
+        Effort {
+            warmup_ms: 10.0,
+            measure_ms: 40.0,
+            most: 1000,
+        }
+    }
+}
+
+fn normal(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    dtype: DType,
+    len: usize,
+    seed: i32,
+) -> Result<CudaSlice<u8>> {
+    let mut memory = scratch(stream, "inputs", (len * dtype.size()) as u64)?;
+    let mut args = Args {
+        ld_s: len as i64,
+        row0: seed,
+        ..Args::default()
+    };
+    {
+        let (ptr, _guard) = memory.device_ptr_mut(stream);
+        args.o.ptr = ptr;
+        run_state(backend, stream, "tw_fill_normal", dtype, len as u64, &args)?;
+    }
+    Ok(memory)
+}
+
+/// Times `algorithm` on `problem` with standard normal inputs made on the device.
+///
+/// # Errors
+/// What the backend refuses, a driver too old to time with, and failures of the driver.
+pub fn time(
+    backend: &CudaBackend,
+    problem: &Problem,
+    algorithm: Algorithm,
+    effort: Effort,
+) -> Result<Timing> {
+    ops::supports(problem, algorithm)?;
+    if backend.driver_version() < EVENTS_DRIVER {
+        return Err(Error::Unavailable {
+            backend: crate::NAME.into(),
+            reason: "event timing needs a driver for CUDA 12.8 or later".into(),
+        });
+    }
+    let dims = *problem.dims();
+    let dtype = problem.dtype();
+    backend.on_stream(|stream| {
+        let wide = [dims.batch, dims.num_kv_heads, dims.seqlen_k, dims.head_dim];
+        let count = |shape: [usize; 4]| shape.iter().product::<usize>();
+        let make = |shape, seed| normal(backend, stream, dtype, count(shape), seed);
+        let (mut q, mut k, mut v) = (make(dims.out_shape(), 1)?, make(wide, 2)?, make(wide, 3)?);
+        let mut out = scratch(
+            stream,
+            "out",
+            (count(dims.out_shape()) * dtype.size()) as u64,
+        )?;
+        let mut lse = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
+        let mut flush = scratch(
+            stream,
+            "the cache flush",
+            4 * backend.l2_bytes().max(1 << 20),
+        )?;
+        let address = |memory: &mut CudaSlice<u8>| memory.device_ptr_mut(stream).0;
+        let (pq, pk, pv, po) = (
+            address(&mut q),
+            address(&mut k),
+            address(&mut v),
+            address(&mut out),
+        );
+        let [b, h, s] = dims.lse_shape();
+        // SAFETY: the addresses are of the allocations above, of the sizes the shapes say; they
+        // outlive the stream's work, which `on_stream` waits for.
+        let (vq, vk, vv) = unsafe {
+            (
+                DeviceView::from_raw(pq, dtype, dims.out_shape(), contiguous(dims.out_shape())),
+                DeviceView::from_raw(pk, dtype, wide, contiguous(wide)),
+                DeviceView::from_raw(pv, dtype, wide, contiguous(wide)),
+            )
+        };
+        let mut call = || -> Result<()> {
+            // SAFETY: as above.
+            let mut vo = unsafe {
+                DeviceViewMut::from_raw(po, dtype, dims.out_shape(), contiguous(dims.out_shape()))?
+            };
+            let mut sums = DeviceViewMut::bhsd::<f32, _>(&mut lse, [b, h, s, 1])?;
+            ops::forward(
+                backend,
+                stream,
+                problem,
+                algorithm,
+                &vq,
+                &vk,
+                &vv,
+                &mut vo,
+                Some(&mut sums),
+            )
+        };
+        let wait = || {
+            stream
+                .synchronize()
+                .map_err(|e| driver("cuStreamSynchronize", e))
+        };
+        wait()?;
+        let started = std::time::Instant::now();
+        call()?;
+        wait()?;
+        let first_ms = started.elapsed().as_secs_f64() * 1e3;
+        let started = std::time::Instant::now();
+        call()?;
+        wait()?;
+        let one = (started.elapsed().as_secs_f64() * 1e3).max(1e-3);
+        for _ in 0..(effort.warmup_ms / one).clamp(1.0, effort.most as f64) as usize {
+            call()?;
+        }
+        let n = ((effort.measure_ms / one) as usize).clamp(5, effort.most.max(5));
+        let event = || {
+            backend
+                .context()
+                .new_event(Some(CUevent_flags::CU_EVENT_DEFAULT))
+                .map_err(|e| driver("cuEventCreate", e))
+        };
+        let mut pairs = Vec::with_capacity(n);
+        for _ in 0..n {
+            stream
+                .memset_zeros(&mut flush)
+                .map_err(|e| driver("cuMemsetD8Async", e))?;
+            let (start, end) = (event()?, event()?);
+            start
+                .record(stream)
+                .map_err(|e| driver("cuEventRecord", e))?;
+            call()?;
+            end.record(stream).map_err(|e| driver("cuEventRecord", e))?;
+            pairs.push((start, end));
+        }
+        wait()?;
+        let samples_ms = pairs
+            .iter()
+            .map(|(start, end)| {
+                start
+                    .elapsed_ms(end)
+                    .map(f64::from)
+                    .map_err(|e| driver("cuEventElapsedTime", e))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Timing {
+            samples_ms,
+            first_ms,
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle() {
+        let timing = |samples: &[f64]| Timing {
+            samples_ms: samples.to_vec(),
+            first_ms: 0.0,
+        };
+        assert_eq!(timing(&[3.0, 1.0, 2.0]).median_ms(), 2.0);
+        assert_eq!(timing(&[4.0, 1.0, 2.0, 3.0]).median_ms(), 2.5);
+        assert!(timing(&[]).median_ms().is_nan());
+    }
+}

@@ -1,0 +1,92 @@
+//! Tiles and launches of `fa2.cu`.
+
+use tilewise_core::DType;
+
+use super::{Family, Spec, Variant, pitch};
+
+/// How a block of `tw_fa2` is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tile {
+    /// Largest padded head_dim it is for.
+    up_to: u32,
+    /// Warps a block.
+    warps: u32,
+    /// Groups of sixteen query rows a warp.
+    wm: u32,
+    /// Keys a tile.
+    bn: u32,
+    /// Q stays in registers.
+    qreg: bool,
+    /// Blocks that should fit a multiprocessor.
+    blocks: u32,
+}
+
+const fn tile(up_to: u32, warps: u32, wm: u32, bn: u32, qreg: bool, blocks: u32) -> Tile {
+    Tile {
+        up_to,
+        warps,
+        wm,
+        bn,
+        qreg,
+        blocks,
+    }
+}
+
+// In order of preference; the first that is wide enough and fits the shared memory is taken. Two row
+// groups a warp halve the shared-memory traffic a product needs, as long as the output fits the registers.
+const HALF: &[Tile] = &[
+    tile(64, 4, 2, 64, true, 2),
+    tile(128, 4, 2, 64, false, 2),
+    tile(128, 4, 2, 48, false, 1),
+    tile(256, 8, 1, 64, false, 1),
+    tile(256, 4, 1, 32, false, 1),
+];
+const SINGLE: &[Tile] = &[
+    tile(64, 4, 2, 32, false, 1),
+    tile(128, 8, 1, 32, false, 1),
+    tile(128, 4, 1, 32, false, 1),
+    tile(256, 4, 1, 16, false, 1),
+    tile(256, 2, 1, 16, false, 1),
+];
+
+fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
+    let table = if spec.dtype == DType::F32 {
+        SINGLE
+    } else {
+        HALF
+    };
+    table
+        .iter()
+        .filter(|tile| spec.padded <= tile.up_to)
+        .map(|tile| {
+            let rows = tile.warps * tile.wm * 16 + 4 * tile.bn;
+            (*tile, rows * pitch(spec.dtype, spec.padded))
+        })
+        .find(|&(_, shared)| shared <= limit)
+}
+
+/// The variant for `spec` within `limit` bytes of shared memory; `state` for the one that absorbs
+/// keys into a running state.
+pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
+    let (tile, shared) = choose(spec, limit)?;
+    Some(Variant::new(
+        Family::Fa2,
+        "tw_fa2",
+        spec,
+        &[
+            ("WARPS", tile.warps as i32),
+            ("WM", tile.wm as i32),
+            ("BN", tile.bn as i32),
+            ("QREG", i32::from(tile.qreg)),
+            ("MINB", tile.blocks as i32),
+            ("STATE", i32::from(state)),
+        ],
+        tile.warps * 32,
+        shared,
+    ))
+}
+
+/// Query rows a block of the variant for `spec`.
+pub fn rows(spec: &Spec, limit: u32) -> Option<u32> {
+    choose(spec, limit).map(|(tile, _)| tile.warps * tile.wm * 16)
+}

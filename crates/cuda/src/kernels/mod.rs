@@ -1,0 +1,503 @@
+//! The kernel families, their compile-time variants, and how to build them ahead of time.
+//!
+//! Beside each family's `.cu` stands a Rust file with its tile table: which variant serves a problem
+//! within an architecture's shared memory, and what a launch of it needs.
+
+pub mod fa1;
+pub mod fa2;
+pub mod standard;
+pub mod state;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+use tilewise_core::{DType, MaskRule};
+
+use crate::cache::Store;
+use crate::nvrtc::Nvrtc;
+
+const PRELUDE: &str = include_str!("prelude.cu");
+
+/// A kernel source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Family {
+    /// S, softmax and P V as separate kernels.
+    Standard,
+    /// FlashAttention-1.
+    Fa1,
+    /// FlashAttention-2, also in the form that absorbs keys into a state.
+    Fa2,
+    /// Begin, merge and finish of a state; random inputs for benchmarks.
+    State,
+}
+
+impl Family {
+    /// Every family.
+    pub const ALL: [Family; 4] = [Family::Standard, Family::Fa1, Family::Fa2, Family::State];
+
+    /// Its name, as in file names.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Standard => "standard",
+            Family::Fa1 => "fa1",
+            Family::Fa2 => "fa2",
+            Family::State => "state",
+        }
+    }
+
+    fn texts(self) -> (&'static str, &'static str) {
+        match self {
+            Family::Standard => (include_str!("standard.cu"), include_str!("standard.rs")),
+            Family::Fa1 => (include_str!("fa1.cu"), include_str!("fa1.rs")),
+            Family::Fa2 => (include_str!("fa2.cu"), include_str!("fa2.rs")),
+            Family::State => (include_str!("state.cu"), include_str!("state.rs")),
+        }
+    }
+
+    /// What the compiler sees.
+    pub fn source(self) -> String {
+        format!("{PRELUDE}\n{}", self.texts().0)
+    }
+
+    /// Changes with the kernels and with their tile table: what a measured record is tied to.
+    pub fn hash(self) -> String {
+        let (source, table) = self.texts();
+        hex(&[PRELUDE, source, table])
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// SHA-256 of the parts, each preceded by its length.
+pub(crate) fn hex(parts: &[&str]) -> String {
+    let mut hasher = Sha256::new();
+    for part in parts {
+        hasher.update((part.len() as u64).to_le_bytes());
+        hasher.update(part.as_bytes());
+    }
+    hasher
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// Which bounds a row's live keys have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Mask {
+    /// Every key is live.
+    Full = 0,
+    /// An upper bound that moves with the row: causality.
+    Upper = 1,
+    /// A lower and an upper bound: a window.
+    Band = 2,
+}
+
+impl Mask {
+    /// The kinds.
+    pub const ALL: [Mask; 3] = [Mask::Full, Mask::Upper, Mask::Band];
+
+    /// The kind that `rule` needs, and its bounds as key − row: `lo..=hi`, clamped to what 32 bits
+    /// and the lengths leave of them.
+    pub fn of(rule: &MaskRule, left: Option<usize>, right: Option<usize>) -> (Mask, i32, i32) {
+        let (sq, sk) = (rule.seqlen_q() as i64, rule.seqlen_k() as i64);
+        let off = rule.diagonal(0);
+        // Beyond these a bound hides nothing (lo) or nothing more (hi), whichever row asks.
+        let clamp = |x: i128, low: i64, high: i64| x.clamp(low as i128, high as i128) as i32;
+        let lo = left.map_or(-sq, |left| {
+            i64::from(clamp(off as i128 - left as i128, -sq, sk))
+        });
+        let hi = right.map_or(sk, |right| {
+            i64::from(clamp(off as i128 + right as i128, -sq, sk))
+        });
+        let kind = if lo > 1 - sq {
+            Mask::Band
+        } else if hi < sk - 1 {
+            Mask::Upper
+        } else {
+            Mask::Full
+        };
+        (kind, lo as i32, hi as i32)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Mask::Full => "full",
+            Mask::Upper => "causal",
+            Mask::Band => "band",
+        }
+    }
+}
+
+/// What a problem asks of a kernel at compile time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Spec {
+    /// f32, f16 or bf16.
+    pub dtype: DType,
+    /// head_dim as the tiles hold it; see [`pad`].
+    pub padded: u32,
+    /// Bounds on live keys.
+    pub mask: Mask,
+    /// Scale and softcap are applied to each score instead of being folded into the exponent: with a
+    /// softcap, and with a scale that is not above 0.
+    pub score: bool,
+    /// Rows of 16-byte multiples at 16-byte addresses.
+    pub aligned: bool,
+}
+
+/// The head_dims that tiles come in.
+pub const PADDED: [u32; 11] = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256];
+
+/// The padded size that serves `head_dim`; `None` above 256.
+pub fn pad(head_dim: usize) -> Option<u32> {
+    PADDED.into_iter().find(|&p| p as usize >= head_dim)
+}
+
+pub(crate) fn dtype_code(dtype: DType) -> i32 {
+    match dtype {
+        DType::F16 => 0,
+        DType::BF16 => 1,
+        _ => 2,
+    }
+}
+
+/// Bytes of a tile row in shared memory, as PITCH in `prelude.cu`.
+pub(crate) fn pitch(dtype: DType, columns: u32) -> u32 {
+    columns * dtype.size() as u32 + 16
+}
+
+/// One compilation of a family.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// The source.
+    pub family: Family,
+    /// The kernel's symbol.
+    pub entry: &'static str,
+    /// The macros, in the order in which they stand in the name.
+    pub defines: Vec<(&'static str, i32)>,
+    /// Unique among variants, and fit for a file name.
+    pub name: String,
+    /// Threads a block.
+    pub threads: u32,
+    /// Dynamic shared memory a block, in bytes.
+    pub shared: u32,
+}
+
+impl Variant {
+    pub(crate) fn new(
+        family: Family,
+        entry: &'static str,
+        spec: &Spec,
+        tile: &[(&'static str, i32)],
+        threads: u32,
+        shared: u32,
+    ) -> Variant {
+        let mut defines = vec![
+            ("DTYPE", dtype_code(spec.dtype)),
+            ("DP", spec.padded as i32),
+            ("MASK", spec.mask as i32),
+            ("SCORE", i32::from(spec.score)),
+            ("VEC", i32::from(spec.aligned)),
+        ];
+        defines.extend_from_slice(tile);
+        let mut name = format!(
+            "{}-{}-d{}-{}",
+            entry.trim_start_matches("tw_").replace('_', "-"),
+            spec.dtype,
+            spec.padded,
+            spec.mask.name()
+        );
+        if spec.score {
+            name += "-score";
+        }
+        if !spec.aligned {
+            name += "-strided";
+        }
+        for (key, value) in tile {
+            name += &format!("-{}{value}", key.to_ascii_lowercase().replace('_', ""));
+        }
+        Variant {
+            family,
+            entry,
+            defines,
+            name,
+            threads,
+            shared,
+        }
+    }
+
+    /// The compiler's options, architecture excepted.
+    pub fn options(&self) -> Vec<String> {
+        let mut options = vec![
+            "--std=c++17".to_owned(),
+            "--device-as-default-execution-space".to_owned(),
+        ];
+        options.extend(
+            self.defines
+                .iter()
+                .map(|(key, value)| format!("-D{key}={value}")),
+        );
+        options
+    }
+
+    /// What the compiled code depends on besides architecture and compiler.
+    pub fn hash(&self) -> String {
+        hex(&[&self.family.source(), &self.options().join(" ")])
+    }
+
+    /// Compiles it; the log names registers and spills.
+    ///
+    /// # Errors
+    /// The compiler's log.
+    pub fn compile(&self, nvrtc: &Nvrtc, arch: &str) -> Result<crate::nvrtc::Compiled, String> {
+        let mut options = self.options();
+        if arch.starts_with("sm_") {
+            options.push("--ptxas-options=-v".into());
+        }
+        nvrtc.compile(&self.family.source(), arch, &options)
+    }
+}
+
+/// Shared memory that one block may have, by compute capability (major × 10 + minor).
+pub fn shared_limit(compute: i32) -> u32 {
+    match compute {
+        80 | 87 => 163 * 1024,
+        90 | 100 | 101 | 103 | 110 => 227 * 1024,
+        _ => 99 * 1024,
+    }
+}
+
+/// Compute capability of `sm_90a`, `sm_80`, `compute_80`: major × 10 + minor.
+pub fn compute_of(arch: &str) -> Option<i32> {
+    arch.strip_prefix("sm_")
+        .or_else(|| arch.strip_prefix("compute_"))?
+        .trim_end_matches(['a', 'f'])
+        .parse()
+        .ok()
+        .filter(|&compute| compute >= 80)
+}
+
+/// Which variants to build.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    /// Element types.
+    pub dtypes: Vec<DType>,
+    /// head_dims; each is padded.
+    pub head_dims: Vec<usize>,
+    /// Also those for softcap and for scales that are not above 0.
+    pub score: bool,
+    /// Also those for rows that do not lie on 16 bytes.
+    pub strided: bool,
+}
+
+impl Default for Selection {
+    fn default() -> Self {
+        Selection {
+            dtypes: vec![DType::BF16, DType::F16, DType::F32],
+            head_dims: vec![64, 128, 256],
+            score: true,
+            strided: true,
+        }
+    }
+}
+
+/// The variants of a selection for an architecture, each once.
+pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
+    let limit = shared_limit(compute);
+    let mut all: Vec<Variant> = Vec::new();
+    let mut add = |variant: Option<Variant>| {
+        if let Some(variant) = variant
+            && !all.iter().any(|known| known.name == variant.name)
+        {
+            all.push(variant);
+        }
+    };
+    let flags = |on: bool| if on { &[false, true][..] } else { &[false][..] };
+    for &dtype in &selection.dtypes {
+        for &head_dim in &selection.head_dims {
+            let Some(padded) = pad(head_dim) else {
+                continue;
+            };
+            for mask in Mask::ALL {
+                for &score in flags(selection.score) {
+                    for &strided in flags(selection.strided) {
+                        let spec = Spec {
+                            dtype,
+                            padded,
+                            mask,
+                            score,
+                            aligned: !strided,
+                        };
+                        add(fa2::variant(&spec, limit, false));
+                        add(fa2::variant(
+                            &Spec {
+                                score: true,
+                                ..spec
+                            },
+                            limit,
+                            true,
+                        ));
+                        add(fa1::variant(&spec, limit));
+                        for seqlen_k in [1, 1 << 20] {
+                            for part in standard::variants(&spec, limit, seqlen_k)
+                                .into_iter()
+                                .flatten()
+                            {
+                                add(Some(part));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        for entry in state::ENTRIES {
+            add(Some(state::variant(entry, dtype)));
+        }
+    }
+    all
+}
+
+/// One kernel that [`build`] made.
+#[derive(Clone, Debug)]
+pub struct Built {
+    /// The variant's name.
+    pub name: String,
+    /// For which architecture.
+    pub arch: String,
+    /// The file.
+    pub path: PathBuf,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
+/// Compiles `selection` for each of `archs` (`sm_80`, `sm_90a`; `compute_80` gives PTX, which the
+/// driver of a later chip can finish) into `folder`, from which a host with a driver alone runs.
+/// Needs NVRTC, but no GPU. `progress` is told of each kernel.
+///
+/// # Errors
+/// No NVRTC, an architecture it does not know, a kernel that does not compile, or a folder that
+/// cannot be written.
+pub fn build(
+    archs: &[String],
+    folder: &Path,
+    selection: &Selection,
+    nvrtc: &Nvrtc,
+    mut progress: impl FnMut(&Built),
+) -> Result<Vec<Built>, String> {
+    let store = Store::at(folder);
+    let mut built = Vec::new();
+    for arch in archs {
+        let compute = compute_of(arch).ok_or_else(|| {
+            format!("{arch}: expected an architecture such as sm_80, sm_90a or compute_80")
+        })?;
+        if !nvrtc.supports(compute) {
+            return Err(format!("{arch}: {nvrtc} does not know it"));
+        }
+        for variant in list(compute, selection) {
+            let compiled = variant.compile(nvrtc, arch)?;
+            let path = store
+                .save(&variant, arch, None, &compiled.image)
+                .map_err(|e| format!("{}: {e}", folder.display()))?;
+            let one = Built {
+                name: variant.name.clone(),
+                arch: arch.clone(),
+                path,
+                bytes: compiled.image.len() as u64,
+            };
+            progress(&one);
+            built.push(one);
+        }
+    }
+    Ok(built)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tilewise_core::Options;
+
+    #[test]
+    fn every_architecture_has_a_variant_of_everything_within_its_shared_memory() {
+        for compute in [80, 86, 87, 89, 90, 100, 120] {
+            let limit = shared_limit(compute);
+            for dtype in [DType::F16, DType::BF16, DType::F32] {
+                for padded in PADDED {
+                    for mask in Mask::ALL {
+                        for aligned in [false, true] {
+                            let spec = Spec {
+                                dtype,
+                                padded,
+                                mask,
+                                score: !aligned,
+                                aligned,
+                            };
+                            let mut found = vec![
+                                fa2::variant(&spec, limit, false),
+                                fa2::variant(&spec, limit, true),
+                                fa1::variant(&spec, limit),
+                            ];
+                            found.extend(standard::variants(&spec, limit, 4096));
+                            for variant in found {
+                                let variant =
+                                    variant.unwrap_or_else(|| panic!("{compute} {spec:?}"));
+                                assert!(variant.shared <= limit, "{} on {compute}", variant.name);
+                                assert!(variant.threads <= 1024 && variant.threads % 32 == 0);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_tell_variants_apart() {
+        let all = list(90, &Selection::default());
+        let mut names: Vec<_> = all.iter().map(|v| &v.name).collect();
+        let mut defines: Vec<_> = all.iter().map(|v| (v.entry, &v.defines)).collect();
+        names.sort();
+        names.dedup();
+        defines.sort();
+        defines.dedup();
+        assert_eq!(names.len(), all.len());
+        assert_eq!(defines.len(), all.len());
+    }
+
+    #[test]
+    fn mask_bounds_are_those_of_the_rule() {
+        for (sq, sk) in [(1, 7), (5, 5), (9, 4), (4, 9)] {
+            for left in [None, Some(0), Some(2), Some(usize::MAX)] {
+                for right in [None, Some(0), Some(3), Some(usize::MAX)] {
+                    let options = Options::new().window_left(left).window_right(right);
+                    let rule = MaskRule::new(&options, sq, sk);
+                    let (kind, lo, hi) = Mask::of(&rule, left, right);
+                    for i in 0..sq {
+                        for j in 0..sk {
+                            let at = j as i64 - i as i64;
+                            let live = (kind < Mask::Band || at >= i64::from(lo))
+                                && (kind < Mask::Upper || at <= i64::from(hi));
+                            assert_eq!(
+                                live,
+                                rule.row(i).contains(&j),
+                                "{sq} {sk} {left:?} {right:?} {i} {j} {kind:?} {lo} {hi}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn architectures_are_read() {
+        assert_eq!(compute_of("sm_90a"), Some(90));
+        assert_eq!(compute_of("compute_80"), Some(80));
+        assert_eq!(compute_of("sm_75"), None);
+        assert_eq!(compute_of("h100"), None);
+    }
+}

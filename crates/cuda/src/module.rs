@@ -1,0 +1,194 @@
+//! The checked level's store of loaded kernels: each variant is found or compiled once per context.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+use cudarc::driver::sys::CUfunction_attribute;
+use cudarc::driver::{CudaContext, CudaFunction};
+use cudarc::nvrtc::Ptx;
+use tilewise_core::{Error, Result};
+
+use crate::NAME;
+use crate::cache::Store;
+use crate::error::driver;
+use crate::kernels::Variant;
+use crate::nvrtc::Nvrtc;
+
+/// Loaded kernels of one context.
+#[derive(Debug)]
+pub struct Modules {
+    context: Arc<CudaContext>,
+    compute: i32,
+    cache: Option<Store>,
+    prebuilt: Option<Store>,
+    nvrtc_at: Option<PathBuf>,
+    nvrtc: OnceLock<std::result::Result<Nvrtc, String>>,
+    loaded: RwLock<HashMap<String, CudaFunction>>,
+    /// Held while a variant is being made, so that threads which need the same one wait for it.
+    making: Mutex<()>,
+}
+
+/// Architecture that code for a compute capability is compiled for: with the features that only that
+/// chip has, where kernels use them.
+fn native(compute: i32) -> String {
+    match compute {
+        90 => "sm_90a".into(),
+        other => format!("sm_{other}"),
+    }
+}
+
+impl Modules {
+    pub(crate) fn new(
+        context: Arc<CudaContext>,
+        compute: i32,
+        cache: Option<Store>,
+        prebuilt: Option<Store>,
+        nvrtc_at: Option<PathBuf>,
+    ) -> Modules {
+        Modules {
+            context,
+            compute,
+            cache,
+            prebuilt,
+            nvrtc_at,
+            nvrtc: OnceLock::new(),
+            loaded: RwLock::default(),
+            making: Mutex::default(),
+        }
+    }
+
+    /// The compiler, if there is one.
+    pub fn nvrtc(&self) -> std::result::Result<&Nvrtc, &str> {
+        self.nvrtc
+            .get_or_init(|| Nvrtc::find(self.nvrtc_at.as_deref()))
+            .as_ref()
+            .map_err(String::as_str)
+    }
+
+    /// Number of kernels loaded so far.
+    pub fn len(&self) -> usize {
+        self.loaded
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .len()
+    }
+
+    /// Whether none is loaded.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn known(&self, variant: &Variant) -> Option<CudaFunction> {
+        self.loaded
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&variant.name)
+            .cloned()
+    }
+
+    /// The kernel, ready to launch: loaded before, built ahead, cached on disk, or compiled now.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where it is nowhere and there is no compiler; [`Error::Backend`] where
+    /// it does not compile or load.
+    pub fn get(&self, variant: &Variant) -> Result<CudaFunction> {
+        if let Some(function) = self.known(variant) {
+            return Ok(function);
+        }
+        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = self.known(variant) {
+            return Ok(function);
+        }
+        let function = self.make(variant)?;
+        self.loaded
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(variant.name.clone(), function.clone());
+        Ok(function)
+    }
+
+    fn make(&self, variant: &Variant) -> Result<CudaFunction> {
+        let started = std::time::Instant::now();
+        let exact = native(self.compute);
+        if let Some(prebuilt) = &self.prebuilt {
+            // Code of the same major version and a lower minor one runs; PTX of any lower one does.
+            let mut archs = vec![exact.clone(), format!("sm_{}", self.compute)];
+            let major = self.compute / 10 * 10;
+            archs.extend((major..self.compute).rev().map(|c| format!("sm_{c}")));
+            archs.extend((80..=self.compute).rev().map(|c| format!("compute_{c}")));
+            for arch in &archs {
+                if let Some(image) = prebuilt.load(variant, arch, None) {
+                    return self.load(variant, image, arch);
+                }
+            }
+        }
+        let nvrtc = match self.nvrtc() {
+            Ok(nvrtc) => nvrtc,
+            Err(reason) => {
+                let place = match &self.prebuilt {
+                    Some(store) => format!("not in {}", store.folder().display()),
+                    None => format!("{} is not set", crate::cache::KERNELS_SETTING),
+                };
+                return Err(Error::Unavailable {
+                    backend: NAME.into(),
+                    reason: format!(
+                        "kernel {} is not built ahead for {exact} ({place}), and {reason}",
+                        variant.name
+                    ),
+                });
+            }
+        };
+        // A chip younger than the compiler gets PTX, which the driver finishes.
+        let arch = if nvrtc.supports(self.compute) {
+            exact
+        } else {
+            match nvrtc.highest_up_to(self.compute) {
+                Some(lower) => format!("compute_{lower}"),
+                None => exact,
+            }
+        };
+        let version = Some(nvrtc.version());
+        if let Some(cache) = &self.cache
+            && let Some(image) = cache.load(variant, &arch, version)
+        {
+            return self.load(variant, image, &arch);
+        }
+        let compiled = variant
+            .compile(nvrtc, &arch)
+            .map_err(|message| Error::Backend {
+                backend: NAME.into(),
+                op: format!("compiling {} for {arch}", variant.name),
+                message,
+            })?;
+        tracing::debug!(kernel = %variant.name, %arch, ms = started.elapsed().as_millis(), "compiled");
+        if let Some(cache) = &self.cache
+            && let Err(error) = cache.save(variant, &arch, version, &compiled.image)
+        {
+            tracing::warn!(folder = %cache.folder().display(), %error, "a kernel could not be kept");
+        }
+        self.load(variant, compiled.image, &arch)
+    }
+
+    fn load(&self, variant: &Variant, mut image: Vec<u8>, arch: &str) -> Result<CudaFunction> {
+        if arch.starts_with("compute_") {
+            image.push(0); // PTX is read as a C string
+        }
+        let module = self
+            .context
+            .load_module(Ptx::from_binary(image))
+            .map_err(|e| driver(&format!("loading {}", variant.name), e))?;
+        let function = module
+            .load_function(variant.entry)
+            .map_err(|e| driver(&format!("finding {}", variant.entry), e))?;
+        if variant.shared > 48 * 1024 {
+            function
+                .set_attribute(
+                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    variant.shared as i32,
+                )
+                .map_err(|e| driver("cuFuncSetAttribute", e))?;
+        }
+        Ok(function)
+    }
+}

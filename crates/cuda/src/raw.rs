@@ -1,0 +1,107 @@
+//! The raw level: the kernels' argument block, bit for bit, and an unchecked launch.
+
+use cudarc::driver::{
+    CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+};
+
+/// A `[batch, heads, seqlen, head_dim]` tensor in device memory; strides in elements.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tensor {
+    /// Address of element `[0, 0, 0, 0]`.
+    pub ptr: u64,
+    /// Stride of the batch axis.
+    pub sb: i64,
+    /// Stride of the heads axis.
+    pub sh: i64,
+    /// Stride of the seqlen axis.
+    pub ss: i64,
+    /// Stride of the head_dim axis.
+    pub sd: i64,
+}
+
+/// What every kernel takes, by value; the fields are described in `prelude.cu`, which mirrors it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)] // documented where the kernels read them
+pub struct Args {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub o: Tensor,
+    pub lse: u64,
+    pub m: u64,
+    pub l: u64,
+    pub acc: u64,
+    pub s: u64,
+    pub p: u64,
+    pub ld_s: i64,
+    pub ld_p: i64,
+    pub batch: i32,
+    pub heads: i32,
+    pub group_size: i32,
+    pub sq: i32,
+    pub sk: i32,
+    pub d: i32,
+    pub lo_off: i32,
+    pub hi_off: i32,
+    pub row_blocks: i32,
+    pub pairs_per_group: i32,
+    pub pair0: i32,
+    pub pairs: i32,
+    pub row0: i32,
+    pub rows: i32,
+    pub scale: f32,
+    pub softcap: f32,
+}
+
+// SAFETY: repr(C) of integers and floats only, the layout `struct Args` of prelude.cu has.
+unsafe impl DeviceRepr for Args {}
+
+/// Grid and block of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Blocks along x and y.
+    pub grid: (u32, u32),
+    /// Threads a block.
+    pub threads: u32,
+    /// Dynamic shared memory in bytes.
+    pub shared: u32,
+}
+
+/// Launches `function` on `stream` and returns at once.
+///
+/// # Safety
+/// `function` must be a kernel of this crate, and `args` must describe memory that is valid for what
+/// that kernel reads and writes until the stream has passed this launch.
+pub unsafe fn launch(
+    stream: &CudaStream,
+    function: &CudaFunction,
+    shape: Shape,
+    args: &Args,
+) -> Result<(), DriverError> {
+    let mut builder = stream.launch_builder(function);
+    builder.arg(args);
+    // SAFETY: the kernel takes exactly one `Args`; the rest is the caller's promise.
+    unsafe {
+        builder.launch(LaunchConfig {
+            grid_dim: (shape.grid.0, shape.grid.1, 1),
+            block_dim: (shape.threads, 1, 1),
+            shared_mem_bytes: shape.shared,
+        })
+    }
+    .map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_argument_block_has_the_layout_of_the_kernels() {
+        // 4 tensors of 40 bytes, 8 words of 8 bytes, 16 of 4 bytes: no padding anywhere.
+        assert_eq!(size_of::<Args>(), 4 * 40 + 8 * 8 + 16 * 4);
+        assert_eq!(std::mem::offset_of!(Args, batch), 4 * 40 + 8 * 8);
+        assert_eq!(std::mem::offset_of!(Args, scale), 4 * 40 + 8 * 8 + 14 * 4);
+    }
+}
