@@ -50,7 +50,7 @@ pub fn open(kind: BackendKind) -> Result<Arc<dyn Backend>> {
             "auto",
         )),
         BackendKind::Cpu => open_cpu(),
-        BackendKind::Cuda { .. } => open_cuda(kind),
+        BackendKind::Cuda { ordinal } => open_cuda(ordinal),
     }
 }
 
@@ -64,8 +64,14 @@ fn open_cpu() -> Result<Arc<dyn Backend>> {
     Err(not_built(BackendKind::Cpu))
 }
 
-fn open_cuda(kind: BackendKind) -> Result<Arc<dyn Backend>> {
-    Err(not_built(kind))
+#[cfg(feature = "cuda")]
+fn open_cuda(ordinal: usize) -> Result<Arc<dyn Backend>> {
+    Ok(Arc::new(tilewise_cuda::CudaBackend::new(ordinal)?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(ordinal: usize) -> Result<Arc<dyn Backend>> {
+    Err(not_built(BackendKind::Cuda { ordinal }))
 }
 
 fn not_built(kind: BackendKind) -> Error {

@@ -35,6 +35,7 @@
 //! # Features
 //!
 //! * `cpu` (default): rayon and SIMD chosen at run time. `TILEWISE_ISA` forces an instruction set.
+//! * `cuda` (default): NVIDIA GPUs, found at run time; nothing of CUDA is needed to build or to start.
 //!
 //! # Where to read on
 //!
@@ -62,3 +63,5 @@ pub use tilewise_core::{
 
 #[cfg(feature = "cpu")]
 pub use tilewise_cpu as cpu;
+#[cfg(feature = "cuda")]
+pub use tilewise_cuda as cuda;

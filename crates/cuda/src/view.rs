@@ -333,9 +333,9 @@ fn tensor(ptr: u64, strides: [isize; 4]) -> raw::Tensor {
 pub(crate) fn aligned(t: &raw::Tensor, shape: [usize; 4], dtype: DType) -> bool {
     let size = dtype.size() as i64;
     let fits = |x: i64| x * size % 16 == 0;
-    t.ptr % 16 == 0
+    t.ptr.is_multiple_of(16)
         && (t.sd == 1 || shape[3] <= 1)
-        && shape[3] * dtype.size() % 16 == 0
+        && (shape[3] * dtype.size()).is_multiple_of(16)
         && [(t.sb, shape[0]), (t.sh, shape[1]), (t.ss, shape[2])]
             .iter()
             .all(|&(stride, n)| n <= 1 || fits(stride))
