@@ -1,15 +1,16 @@
 // FlashAttention-2 forward (Dao 2023, Algorithm 1): outer loop over row blocks (the grid), inner loop over key blocks.
 //
 // Each warp owns WM x 16 query rows and all their keys, so m, l and the unnormalised output never leave its registers and warps
-// exchange nothing; the division by l happens once. K and V tiles are double-buffered with cp.async, one barrier a tile.
+// exchange nothing; the division by l happens once. K and V tiles arrive by cp.async: double-buffered with one barrier a tile, or
+// (STAGES 1, where shared memory is short or a second block fits instead) K under the softmax and V under the scores.
 // Keys run from the last live tile to the first, so that the tiles an edge crosses come first.
 //
-//   BM = WARPS * WM * 16 rows a block     BN keys a tile     QREG 1 = Q fragments stay in registers     MINB blocks a multiprocessor
+//   BM = WARPS * WM * 16 rows a block     BN keys a tile     STAGES of K and V     QREG 1 = Q fragments stay in registers     MINB blocks a multiprocessor
 //   STATE 1 = absorb keys into a running (m, l, O~) in device memory in place of writing O (scores in natural units)
 
 #define NT (WARPS * 32)
 #define BM (WARPS * WM * 16)
-#define STAGE_BYTES (2 * BN * PITCH)
+#define TILE_BYTES (BN * PITCH)
 
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) char smem[];
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
     load_tile<BM, DP, NT>(sq_at, a.q, qp, i0, a.sq, a.d, tid);
     if (any) {
         load_tile<BN, DP, NT>(kv_at, a.k, kp, jmax * BN, a.sk, a.d, tid);
-        load_tile<BN, DP, NT>(kv_at + BN * PITCH, a.v, vp, jmax * BN, a.sk, a.d, tid);
+        if (STAGES == 2) load_tile<BN, DP, NT>(kv_at + TILE_BYTES, a.v, vp, jmax * BN, a.sk, a.d, tid);
     }
     cp_commit();
 
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 
     for (int j = jmax; j >= jmin; --j) {
         const int key0 = j * BN;
-        const u32 k_at = kv_at + stage, v_at = k_at + BN * PITCH;
+        const u32 k_at = kv_at + stage, v_at = k_at + TILE_BYTES;
         cp_wait<0>();
 #if MASK >= 1
         // Some row of the block cannot see some key of this tile.
@@ -97,10 +98,12 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #else
         const bool edge = key0 + BN > a.sk;
 #endif
-#if GUARD_V
-        const bool poison = edge || F32 ? __syncthreads_or(scan_tile<BN, DP, NT>(v_at, tid)) : (__syncthreads(), 0);
+#if STAGES == 2
+        const bool poison = GUARD_V && (edge || F32) ? __syncthreads_or(scan_tile<BN, DP, NT>(v_at, tid)) : (__syncthreads(), 0);
 #else
         __syncthreads();
+        load_tile<BN, DP, NT>(v_at, a.v, vp, key0, a.sk, a.d, tid);
+        cp_commit();
 #endif
 #if QREG
         if (j == jmax) {
@@ -111,14 +114,40 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
                 for (int x = 0; x < WM; ++x) ldsm4(qf[kk][x], at + x * 16 * PITCH + kk * 32);
         }
 #endif
+#if STAGES == 2
         if (j > jmin) {
-            const u32 next = kv_at + (stage ^ STAGE_BYTES);
+            const u32 next = kv_at + (stage ^ (2 * TILE_BYTES));
             load_tile<BN, DP, NT>(next, a.k, kp, key0 - BN, a.sk, a.d, tid);
-            load_tile<BN, DP, NT>(next + BN * PITCH, a.v, vp, key0 - BN, a.sk, a.d, tid);
+            load_tile<BN, DP, NT>(next + TILE_BYTES, a.v, vp, key0 - BN, a.sk, a.d, tid);
             cp_commit();
         }
-        stage ^= STAGE_BYTES;
+        stage ^= 2 * TILE_BYTES;
+#endif
+        // A tile whose keys no row of this warp sees costs it nothing but the barriers.
+        const bool works = MASK == 0 || (key0 <= w_hi && (MASK != 2 || key0 + BN - 1 >= w_lo));
 
+        float s[WM][BN / 8][4];
+#pragma unroll
+        for (int x = 0; x < WM; ++x)
+#pragma unroll
+            for (int n = 0; n < BN / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[x][n][e] = 0.f;
+        if (works) {
+#if QREG
+        product_nt<WM, BN / 8, DP, true>(s, 0, PITCH, qf, k_at, PITCH, lane);
+#else
+        product_nt<WM, BN / 8, DP, false>(s, sq_at + warp * WM * 16 * PITCH, PITCH, nullptr, k_at, PITCH, lane);
+#endif
+        }
+#if STAGES == 1
+        cp_wait<0>();
+        const bool poison = GUARD_V && (edge || F32) ? __syncthreads_or(scan_tile<BN, DP, NT>(v_at, tid)) : (__syncthreads(), 0);
+        if (j > jmin) {
+            load_tile<BN, DP, NT>(k_at, a.k, kp, key0 - BN, a.sk, a.d, tid);
+            cp_commit();
+        }
+#endif
 #if GUARD_V
         if (poison) {
             // Rare: this V tile has NaN or infinite values and hidden keys.
@@ -141,22 +170,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
             __syncthreads();
         }
 #endif
-#if MASK >= 1
-        if (key0 > w_hi || (MASK == 2 && key0 + BN - 1 < w_lo)) continue;
-#endif
-
-        float s[WM][BN / 8][4];
-#pragma unroll
-        for (int x = 0; x < WM; ++x)
-#pragma unroll
-            for (int n = 0; n < BN / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[x][n][e] = 0.f;
-#if QREG
-        product_nt<WM, BN / 8, DP, true>(s, 0, PITCH, qf, k_at, PITCH, lane);
-#else
-        product_nt<WM, BN / 8, DP, false>(s, sq_at + warp * WM * 16 * PITCH, PITCH, nullptr, k_at, PITCH, lane);
-#endif
+        if (!works) continue;
 
 #if SCORE
 #pragma unroll

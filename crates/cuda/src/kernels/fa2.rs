@@ -15,18 +15,23 @@ struct Tile {
     wm: u32,
     /// Keys a tile.
     bn: u32,
+    /// K and V tiles in shared memory at a time.
+    stages: u32,
     /// Q stays in registers.
     qreg: bool,
     /// Blocks that should fit a multiprocessor.
     blocks: u32,
 }
 
-const fn tile(up_to: u32, warps: u32, wm: u32, bn: u32, qreg: bool, blocks: u32) -> Tile {
+/// `cut` is warps, row groups a warp, keys a tile, stages.
+const fn tile(up_to: u32, cut: [u32; 4], qreg: bool, blocks: u32) -> Tile {
+    let [warps, wm, bn, stages] = cut;
     Tile {
         up_to,
         warps,
         wm,
         bn,
+        stages,
         qreg,
         blocks,
     }
@@ -35,18 +40,18 @@ const fn tile(up_to: u32, warps: u32, wm: u32, bn: u32, qreg: bool, blocks: u32)
 // In order of preference; the first that is wide enough and fits the shared memory is taken. Two row
 // groups a warp halve the shared-memory traffic a product needs, as long as the output fits the registers.
 const HALF: &[Tile] = &[
-    tile(64, 4, 2, 64, true, 2),
-    tile(128, 4, 2, 64, false, 2),
-    tile(128, 4, 2, 48, false, 1),
-    tile(256, 8, 1, 64, false, 1),
-    tile(256, 4, 1, 32, false, 1),
+    tile(64, [4, 2, 64, 2], true, 2),
+    tile(128, [4, 2, 64, 2], false, 2),
+    tile(128, [4, 2, 64, 1], false, 2),
+    tile(256, [4, 1, 64, 1], false, 2),
+    tile(256, [4, 1, 32, 1], false, 1),
 ];
 const SINGLE: &[Tile] = &[
-    tile(64, 4, 2, 32, false, 1),
-    tile(128, 8, 1, 32, false, 1),
-    tile(128, 4, 1, 32, false, 1),
-    tile(256, 4, 1, 16, false, 1),
-    tile(256, 2, 1, 16, false, 1),
+    tile(64, [4, 2, 32, 2], false, 1),
+    tile(128, [8, 1, 32, 2], false, 1),
+    tile(128, [4, 1, 32, 2], false, 1),
+    tile(256, [4, 1, 16, 2], false, 1),
+    tile(256, [2, 1, 16, 2], false, 1),
 ];
 
 fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
@@ -59,7 +64,7 @@ fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
         .iter()
         .filter(|tile| spec.padded <= tile.up_to)
         .map(|tile| {
-            let rows = tile.warps * tile.wm * 16 + 4 * tile.bn;
+            let rows = tile.warps * tile.wm * 16 + 2 * tile.stages * tile.bn;
             (*tile, rows * pitch(spec.dtype, spec.padded))
         })
         .find(|&(_, shared)| shared <= limit)
@@ -77,6 +82,7 @@ pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
             ("WARPS", tile.warps as i32),
             ("WM", tile.wm as i32),
             ("BN", tile.bn as i32),
+            ("STAGES", tile.stages as i32),
             ("QREG", i32::from(tile.qreg)),
             ("MINB", tile.blocks as i32),
             ("STATE", i32::from(state)),
