@@ -74,6 +74,7 @@ fn open_cuda(ordinal: usize) -> Result<Arc<dyn Backend>> {
     Err(not_built(BackendKind::Cuda { ordinal }))
 }
 
+#[cfg(not(all(feature = "cpu", feature = "cuda")))]
 fn not_built(kind: BackendKind) -> Error {
     Error::Unavailable {
         backend: kind.to_string(),
