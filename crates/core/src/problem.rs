@@ -321,7 +321,7 @@ fn padded_sequences(
     if let Some(used) = lengths.seqused_k
         && used.len() != dims.batch
     {
-        return Err(Error::lengths(
+        return Err(Error::shape(
             "seqused_k",
             format!("[{}], one a batch entry", dims.batch),
             format!("[{}]", used.len()),
@@ -441,7 +441,7 @@ fn packed_sequences(dims: &Dims, lengths: &Lengths<'_>) -> Result<Vec<Sequence>>
     if let Some(used) = lengths.seqused_k
         && used.len() != keys.len()
     {
-        return Err(Error::lengths(
+        return Err(Error::shape(
             "seqused_k",
             format!("[{}], one a sequence", keys.len()),
             format!("[{}]", used.len()),
