@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, compare, devices, generate, peer_worker, run};
+use crate::{bench, check, compare, devices, generate, peer_worker, run};
 
 /// Exact attention, one tile at a time, on whichever processor is there
 #[derive(Debug, Parser)]
@@ -21,6 +21,7 @@ enum Command {
     Run(run::RunArgs),
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
+    Check(check::CheckArgs),
     Devices(devices::DevicesArgs),
     #[command(hide = true)]
     PeerWorker(peer_worker::PeerWorkerArgs),
@@ -42,6 +43,7 @@ pub fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Check(args) => check::run(&args),
         Command::Devices(args) => devices::run(&args),
         Command::PeerWorker(args) => peer_worker::run(&args),
     };

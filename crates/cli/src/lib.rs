@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod check;
 mod cli;
 mod compare;
 pub mod container;
