@@ -14,11 +14,12 @@ pub struct Mapped(Option<Arc<Mmap>>);
 impl Mapped {
     /// Maps a regular file.
     pub fn open(path: &Path) -> io::Result<Mapped> {
+        // Asked before opening, because opening a pipe waits for its writer, and again of what was
+        // opened.
+        regular(&std::fs::metadata(path)?)?;
         let file = File::open(path)?;
         let metadata = file.metadata()?;
-        if !metadata.is_file() {
-            return Err(io::Error::other("not a regular file"));
-        }
+        regular(&metadata)?;
         // Some systems refuse empty mappings.
         if metadata.len() == 0 {
             return Ok(Mapped(None));
@@ -32,6 +33,14 @@ impl Mapped {
         // the mapping (q, k, v, bias, mask) is data that no index is made of.
         let map = unsafe { MmapOptions::new().map(&file)? };
         Ok(Mapped(Some(Arc::new(map))))
+    }
+}
+
+fn regular(metadata: &std::fs::Metadata) -> io::Result<()> {
+    if metadata.is_file() {
+        Ok(())
+    } else {
+        Err(io::Error::other("not a regular file"))
     }
 }
 
