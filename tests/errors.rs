@@ -218,7 +218,12 @@ fn lengths_that_do_not_fit() {
         ErrorClass::Shape,
         "batch",
     );
-    refused(good().seqused_k(&[5]), Options::new(), lengths, "seqused_k");
+    refused(
+        good().seqused_k(&[5]),
+        Options::new(),
+        ErrorClass::Shape,
+        "seqused_k",
+    );
     refused(
         good().seqused_k(&[5, 6]),
         Options::new(),
