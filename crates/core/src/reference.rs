@@ -117,17 +117,22 @@ pub fn row<T: Element>(
     let mut z = Dd::from(0.0);
     z.add(m.exp_of_difference(Dd::from(sink)), 0.0);
     let mut low = vec![0.0; out.len()];
+    let mut values = Vec::new();
     for &(j, score, magnitude) in &scores {
         let p = m.exp_of_difference(score);
         z.add(p, 0.0);
         if score.hi - m.hi >= LOWEST_LOG_WEIGHT {
             facts.abs_scores = facts.abs_scores.max(magnitude);
         }
-        for ((hi, lo), &v) in out.iter_mut().zip(&mut low).zip(row.v(j, &mut scratch)) {
-            let v = v.to_f64();
-            if v.is_finite() {
-                facts.max_abs_v = facts.max_abs_v.max(v.abs());
-            }
+        values.clear();
+        values.extend(row.v(j, &mut scratch).iter().map(|v| v.to_acc().to_f64()));
+        facts.max_abs_v = values
+            .iter()
+            .map(|v| v.abs())
+            .fold(facts.max_abs_v, |max, v| {
+                if v > max && v < f64::INFINITY { v } else { max }
+            });
+        for ((hi, lo), &v) in out.iter_mut().zip(&mut low).zip(&values) {
             // The weight already carries the rounding of one exponential: an exact product would
             // add nothing.
             let sum = Dd::sum(*hi, p * v);
@@ -413,32 +418,35 @@ fn two_prod(a: f64, b: f64) -> (f64, f64) {
 /// Σ q_d k_d, and Σ |q_d k_d|.
 fn dot<T: Element>(q: &[f64], k: &[T]) -> (Dd, f64) {
     // Independent lanes, so that the compiler can use vector registers.
-    const LANES: usize = 8;
+    const LANES: usize = 4;
     let mut hi = [0.0; LANES];
     let mut lo = [0.0; LANES];
     let mut magnitude = [0.0; LANES];
-    let mut fold = |lane: usize, q: f64, k: T| {
-        // Products of two f32 (24 bits each) or narrower numbers are exact in f64.
-        let (product, error) = if T::DTYPE == DType::F64 {
-            two_prod(q, k.to_f64())
-        } else {
-            (q * k.to_acc().to_f64(), 0.0)
-        };
-        let sum = Dd::sum(hi[lane], product);
-        hi[lane] = sum.hi;
-        lo[lane] += sum.lo + error;
-        magnitude[lane] += product.abs();
-    };
-    let (q_chunks, k_chunks) = (q.chunks_exact(LANES), k.chunks_exact(LANES));
-    let (q_rest, k_rest) = (q_chunks.remainder(), k_chunks.remainder());
-    for (q, k) in q_chunks.zip(k_chunks) {
+    let mut fold = |q: &[f64; LANES], k: &[f64; LANES]| {
         for lane in 0..LANES {
-            fold(lane, q[lane], k[lane]);
+            // Products of two f32 (24 bits each) or narrower numbers are exact in f64.
+            let (product, error) = if T::DTYPE == DType::F64 {
+                two_prod(q[lane], k[lane])
+            } else {
+                (q[lane] * k[lane], 0.0)
+            };
+            let sum = Dd::sum(hi[lane], product);
+            hi[lane] = sum.hi;
+            lo[lane] += sum.lo + error;
+            magnitude[lane] += product.abs();
         }
+    };
+    let wide = |k: T| k.to_acc().to_f64();
+    let ((q, q_rest), (k, k_rest)) = (q.as_chunks(), k.as_chunks::<LANES>());
+    for (q, k) in q.iter().zip(k) {
+        fold(q, &k.map(wide));
     }
-    for (lane, (&q, &k)) in q_rest.iter().zip(k_rest).enumerate() {
-        fold(lane, q, k);
+    // Zeros change no sum.
+    let (mut q, mut k) = ([0.0; LANES], [0.0; LANES]);
+    for lane in 0..q_rest.len() {
+        (q[lane], k[lane]) = (q_rest[lane], wide(k_rest[lane]));
     }
+    fold(&q, &k);
     let mut total = Dd::from(0.0);
     for lane in 0..LANES {
         total.add(hi[lane], lo[lane]);
