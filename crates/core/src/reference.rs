@@ -9,6 +9,7 @@ use crate::dtype::{DType, Element};
 use crate::inputs::Inputs;
 use crate::options::Alignment;
 use crate::problem::{Problem, Sequence};
+use crate::tolerance::score_error;
 use crate::view::TensorView;
 
 /// Attention by definition.
@@ -25,18 +26,16 @@ pub struct Reference {
 pub struct RowFacts {
     /// ln Z; −∞ if nothing is live, NaN if a live score is NaN or +∞.
     pub lse: f64,
-    /// Largest Σ_d |q_d k_d softmax_scale| + |bias| + |ALiBi| over the live keys that count, those
-    /// whose weight is at least e^−104 of the largest (below that f32 holds nothing): rounding
-    /// errors of scores are proportional to it.
+    /// Largest Σ_d |q_d k_d softmax_scale| + |bias| + |ALiBi| over live keys: rounding errors of
+    /// scores are proportional to it. A key whose weight P is below the mean 1/n counts n·P times
+    /// as much, with P as large as such an error could make it.
     pub abs_scores: f64,
-    /// Largest finite |v| over live keys.
+    /// Largest finite |v| over live keys, likewise: a key counts min(1, n·P) times. Σ P|v| is at
+    /// most twice this.
     pub max_abs_v: f64,
     /// Number of live keys.
     pub live: usize,
 }
-
-/// Below e^−104 of the largest weight, f32 has no number left.
-const LOWEST_LOG_WEIGHT: f64 = -104.0;
 
 /// Every row by [`row`].
 ///
@@ -91,7 +90,7 @@ pub fn row<T: Element>(
     let sink = row.sink().unwrap_or(f64::NEG_INFINITY);
     let q: Vec<f64> = inputs.q.row(b, h, i).map(Element::to_f64).collect();
     let mut scratch = Vec::new();
-    let mut scores = Vec::new();
+    let mut keys = Vec::new();
     let mut m = Dd::from(sink);
     let mut poisoned = false;
     for j in row.candidates().filter(|&j| row.visible(j)) {
@@ -103,9 +102,14 @@ pub fn row<T: Element>(
         if (score.hi, score.lo) > (m.hi, m.lo) {
             m = score;
         }
-        scores.push((j, score, magnitude));
+        keys.push(LiveKey {
+            j,
+            score,
+            magnitude,
+            abs_v: 0.0,
+        });
     }
-    facts.live = scores.len();
+    facts.live = keys.len();
     if poisoned {
         out.fill(f64::NAN);
         facts.lse = f64::NAN;
@@ -118,20 +122,18 @@ pub fn row<T: Element>(
     z.add(m.exp_of_difference(Dd::from(sink)), 0.0);
     let mut low = vec![0.0; out.len()];
     let mut values = Vec::new();
-    for &(j, score, magnitude) in &scores {
-        let p = m.exp_of_difference(score);
+    for key in &mut keys {
+        let p = m.exp_of_difference(key.score);
         z.add(p, 0.0);
-        if score.hi - m.hi >= LOWEST_LOG_WEIGHT {
-            facts.abs_scores = facts.abs_scores.max(magnitude);
-        }
         values.clear();
-        values.extend(row.v(j, &mut scratch).iter().map(|v| v.to_acc().to_f64()));
-        facts.max_abs_v = values
-            .iter()
-            .map(|v| v.abs())
-            .fold(facts.max_abs_v, |max, v| {
-                if v > max && v < f64::INFINITY { v } else { max }
-            });
+        values.extend(
+            row.v(key.j, &mut scratch)
+                .iter()
+                .map(|v| v.to_acc().to_f64()),
+        );
+        key.abs_v = values.iter().map(|v| v.abs()).fold(0.0, |max, v| {
+            if v > max && v < f64::INFINITY { v } else { max }
+        });
         for ((hi, lo), &v) in out.iter_mut().zip(&mut low).zip(&values) {
             // The weight already carries the rounding of one exponential: an exact product would
             // add nothing.
@@ -145,7 +147,26 @@ pub fn row<T: Element>(
         *hi = Dd { hi: *hi, lo }.value() / z;
     }
     facts.lse = m.hi + (m.lo + z.ln());
+    let log_n = (keys.len() as f64).ln();
+    for key in &keys {
+        let log_share = log_n + (key.score.hi - facts.lse);
+        let error = score_error(T::DTYPE, key.magnitude);
+        facts.max_abs_v = facts.max_abs_v.max(key.abs_v * log_share.min(0.0).exp());
+        facts.abs_scores = facts
+            .abs_scores
+            .max(key.magnitude * (log_share + error).min(0.0).exp());
+    }
     facts
+}
+
+/// What [`row`] remembers of a live key.
+struct LiveKey {
+    j: usize,
+    score: Dd,
+    /// The sum of the magnitudes that the score was made of.
+    magnitude: f64,
+    /// Largest finite |v|.
+    abs_v: f64,
 }
 
 /// One row of q with all that decides what it sees.

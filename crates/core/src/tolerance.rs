@@ -18,6 +18,12 @@
 //! 2 × error of the naive lse + u_f32 · max|lse| + u_acc · (C1 + C2 · max Σ|q·k·scale|)
 //! ```
 //!
+//! In both, Σ|q·k·scale| of a key includes |bias| and ALiBi's |slope · distance|, since the final
+//! score is rounded with them in it; and a key whose weight P is below the mean 1/n counts only
+//! n·P times, in max|v| too (see [`RowFacts`](crate::RowFacts)). Without that one huge value or score of no weight
+//! would let everything pass. For the same reason u_acc · (C1 + C2 · …) is at most 2 for out: an
+//! average of values cannot be farther off than they are apart.
+//!
 //! What [`C1`] and [`C2`] stand for is said there.
 //!
 //! ```
@@ -66,6 +72,11 @@ pub const C1: f64 = 16.0;
 /// softmax_scale, the difference s − m, and the change to base 2 where 2^x replaces e^x. The
 /// four enter numerator and denominator: 8.
 pub const C2: f64 = 8.0;
+
+/// The error that a score made of terms of this size may have in the accumulator of `dtype`.
+pub(crate) fn score_error(dtype: DType, magnitude: f64) -> f64 {
+    dtype.accumulator().unit_roundoff() * (C2 / 2.0) * magnitude
+}
 
 /// Which rows of the output are judged, as positions (b · num_heads + h) · seqlen_q + i.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -464,7 +475,7 @@ fn tolerance(dtype: DType, rows: &[JudgedRow]) -> Tolerance {
     let max_lse = max(|row| row.lse);
     let relative = dtype.accumulator().unit_roundoff() * (C1 + C2 * max(|row| row.abs_scores));
     let rounding = dtype.unit_roundoff() * max_out + smallest_subnormal(dtype);
-    let accumulation = relative * max(|row| row.max_abs_v);
+    let accumulation = relative.min(2.0) * max(|row| row.max_abs_v);
     Tolerance {
         out: 2.0 * naive_err + rounding + accumulation,
         lse: 2.0 * naive_lse_err + DType::F32.unit_roundoff() * max_lse + relative,

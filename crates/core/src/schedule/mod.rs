@@ -11,6 +11,40 @@
 //!
 //! Each forms Σ e^(s − m) v (fa1 and fa2) or e^(s − m)/ℓ (standard) in the accumulator type, so
 //! seqlen_k · max|v| must not overflow it for fa1 and fa2.
+//!
+//! ```
+//! use tilewise_core::observe::{Observer, Tensor, Transfer};
+//! use tilewise_core::schedule::{self, BlockSizes};
+//! use tilewise_core::{Algorithm, Inputs, Options, Problem, TensorView, TensorViewMut};
+//!
+//! /// Bytes of K that are read.
+//! struct Keys(usize);
+//!
+//! impl Observer for Keys {
+//!     fn load(&mut self, transfer: Transfer) {
+//!         if transfer.tensor == Tensor::K {
+//!             self.0 += transfer.bytes();
+//!         }
+//!     }
+//! }
+//!
+//! let data = [0.5f32; 64];
+//! let view = TensorView::bhsd(&data, [1, 1, 16, 4])?;
+//! let inputs = Inputs::new(view, view, view);
+//! let problem = Problem::new(&inputs, &Options::new())?;
+//! let mut keys = |algorithm| {
+//!     let mut out = [0.0; 64];
+//!     let out = TensorViewMut::bhsd(&mut out, [1, 1, 16, 4])?;
+//!     let mut keys = Keys(0);
+//!     let sizes = BlockSizes::new(8, 8)?;
+//!     schedule::forward(algorithm, &problem, &inputs, sizes, &mut keys, out, None)?;
+//!     Ok::<_, tilewise_core::Error>(keys.0)
+//! };
+//! // FA1 reads K once, FA2 once for every block of rows.
+//! assert_eq!(keys(Algorithm::Fa1)?, 64 * 4);
+//! assert_eq!(keys(Algorithm::Fa2)?, 2 * 64 * 4);
+//! # Ok::<(), tilewise_core::Error>(())
+//! ```
 
 pub mod fa1;
 pub mod fa2;
@@ -19,6 +53,7 @@ pub mod standard;
 
 use std::ops::Range;
 
+use crate::algorithm::Algorithm;
 use crate::backend::check_outputs;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
@@ -61,6 +96,29 @@ impl BlockSizes {
     /// B_c.
     pub fn keys(&self) -> usize {
         self.keys
+    }
+}
+
+/// `algorithm` by name: [`standard::forward`], [`fa1::forward`] or [`fa2::forward`], the last also
+/// for [`Algorithm::Auto`].
+///
+/// # Errors
+/// Those of the three.
+pub fn forward<T: Element>(
+    algorithm: Algorithm,
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    sizes: BlockSizes,
+    observer: &mut impl Observer,
+    out: TensorViewMut<'_, T>,
+    lse: Option<TensorViewMut<'_, f32>>,
+) -> Result<()> {
+    match algorithm {
+        Algorithm::Standard => standard::forward(problem, inputs, sizes, observer, out, lse),
+        Algorithm::Fa1 => fa1::forward(problem, inputs, sizes, observer, out, lse),
+        Algorithm::Fa2 | Algorithm::Auto => {
+            fa2::forward(problem, inputs, sizes, observer, out, lse)
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use tilewise_core::half::bf16;
 use tilewise_core::observe::{Finish, Operation, Product, Step, Tensor, Tile, Transfer};
-use tilewise_core::schedule::{fa1, fa2, standard};
+use tilewise_core::schedule;
 use tilewise_core::{
     Algorithm, BlockSizes, Element, Float, Inputs, Live, Observer, Options, Problem, TensorView,
     TensorViewMut,
@@ -78,13 +78,7 @@ fn run<T: Element, O: Observer>(
     let mut lse = vec![0.0; dims.lse_shape().iter().product()];
     let out = TensorViewMut::bhsd(&mut out, dims.out_shape()).unwrap();
     let lse = Some(TensorViewMut::bhs(&mut lse, dims.lse_shape()).unwrap());
-    let seen = &mut observer;
-    match algorithm {
-        Algorithm::Standard => standard::forward(problem, inputs, sizes, seen, out, lse),
-        Algorithm::Fa1 => fa1::forward(problem, inputs, sizes, seen, out, lse),
-        _ => fa2::forward(problem, inputs, sizes, seen, out, lse),
-    }
-    .unwrap();
+    schedule::forward(algorithm, problem, inputs, sizes, &mut observer, out, lse).unwrap();
     observer
 }
 

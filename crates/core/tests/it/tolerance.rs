@@ -171,3 +171,28 @@ fn a_sample_judges_its_rows_and_no_others() {
     assert!(!judge.compare(&view(&out, SHAPE), None).unwrap().pass);
     assert!(judge.compare(&view(&out, [1, 2, 16, 9]), None).is_err());
 }
+
+#[test]
+fn what_has_no_weight_loosens_nothing() {
+    let judge = |k: [f32; 3], v: [f32; 3]| {
+        let q = [1f32];
+        let inputs = Inputs::new(
+            view(&q, [1, 1, 1, 1]),
+            view(&k, [1, 1, 3, 1]),
+            view(&v, [1, 1, 3, 1]),
+        );
+        let problem = Problem::new(&inputs, &Options::new()).unwrap();
+        *Judge::new(&problem, &inputs, &RowSample::all(&problem)).tolerance()
+    };
+    let plain = judge([0.5, 0.25, 0.0], [1.0, 2.0, 3.0]);
+    assert!(plain.out < 4e-6 && plain.lse < 3e-6, "{plain:?}");
+    // A huge value under a weight of e^-200, and a huge score far below the others.
+    assert!(judge([0.5, 0.25, -200.0], [1.0, 2.0, 1e30]).out <= plain.out);
+    let far = judge([0.5, 0.25, -1e5], [1.0, 2.0, 3.0]);
+    assert!(far.out <= plain.out && far.lse <= plain.lse, "{far:?}");
+    // But they do count where they weigh.
+    assert!(judge([0.5, 0.25, -20.0], [1.0, 2.0, 1e30]).out > 1e14);
+    assert!(judge([1e5, 1e5 - 1.0, 0.0], [1.0, 2.0, 3.0]).out > 1e-2);
+    // An average of values is off by no more than their size.
+    assert!(judge([1e30, 1e30, 0.0], [1.0, 2.0, 3.0]).out < 7.0);
+}
