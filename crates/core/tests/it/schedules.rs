@@ -275,3 +275,31 @@ fn a_weight_that_underflows_is_not_a_hidden_key() {
         }
     }
 }
+
+#[test]
+fn outputs_may_have_strides() {
+    let [q, k, v] = plain(6, [[2, 3, 5, 4], [2, 3, 7, 4], [2, 3, 7, 2]], 1.0);
+    let inputs = Inputs::new(q.view(), k.view(), v.view());
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let sizes = BlockSizes::new(2, 3).unwrap();
+    for algorithm in Algorithm::ALL {
+        let expected = run(algorithm, &problem, &inputs, (2, 3));
+        // [batch, seqlen, heads, head_dim] with a gap after each row, and every second lse.
+        let (mut out, mut lse) = ([7f32; 2 * 5 * 3 * 3], [7f32; 2 * 30]);
+        let out_view = TensorViewMut::from_strides(&mut out, [2, 3, 5, 2], [45, 3, 9, 1], 0);
+        let lse_view = TensorViewMut::from_strides(&mut lse, [2, 3, 5, 1], [30, 10, 2, 1], 0);
+        let (out_view, lse_view) = (out_view.unwrap(), Some(lse_view.unwrap()));
+        let observer = &mut NoObserver;
+        schedule::forward(
+            algorithm, &problem, &inputs, sizes, observer, out_view, lse_view,
+        )
+        .unwrap();
+        for row in 0..30 {
+            let (b, h, i) = (row / 15, row / 5 % 3, row % 5);
+            let at = b * 45 + i * 9 + h * 3;
+            assert_eq!(out[at..at + 2], expected.out[row * 2..][..2]);
+            assert_eq!((out[at + 2], lse[row * 2 + 1]), (7.0, 7.0));
+            assert_eq!(lse[row * 2], expected.lse[row]);
+        }
+    }
+}
