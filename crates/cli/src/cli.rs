@@ -5,6 +5,8 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+#[cfg(feature = "cuda")]
+use crate::kernels;
 use crate::{bench, check, compare, devices, generate, peer_worker, run};
 
 /// Exact attention, one tile at a time, on whichever processor is there
@@ -23,6 +25,8 @@ enum Command {
     Bench(bench::BenchArgs),
     Check(check::CheckArgs),
     Devices(devices::DevicesArgs),
+    #[cfg(feature = "cuda")]
+    Kernels(kernels::KernelsArgs),
     #[command(hide = true)]
     PeerWorker(peer_worker::PeerWorkerArgs),
 }
@@ -45,6 +49,8 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Check(args) => check::run(&args),
         Command::Devices(args) => devices::run(&args),
+        #[cfg(feature = "cuda")]
+        Command::Kernels(args) => kernels::run(&args),
         Command::PeerWorker(args) => peer_worker::run(&args),
     };
     match result {

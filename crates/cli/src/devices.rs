@@ -25,6 +25,8 @@ struct Devices {
     /// Instruction sets that the CPU backend can be forced to here, the widest first.
     isas: Vec<String>,
     threads: usize,
+    /// What was found of CUDA: driver, every device, compiler.
+    cuda: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -61,6 +63,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<Verdict> {
         backends,
         isas: isa::available(),
         threads: rayon::current_num_threads(),
+        cuda: cuda(),
     };
     if args.json {
         ui::print_json(&devices)?;
@@ -68,6 +71,16 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<Verdict> {
         ui::print(&render(&devices))?;
     }
     Ok(Verdict::Agree)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda() -> Vec<String> {
+    tilewise::cuda::probe::report()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda() -> Vec<String> {
+    Vec::new()
 }
 
 fn render(devices: &Devices) -> String {
@@ -87,7 +100,11 @@ fn render(devices: &Devices) -> String {
             let _ = writeln!(text, "{:8} {name}: {value}", "");
         }
     }
-    let _ = writeln!(text, "\ninstruction sets: {}", devices.isas.join(", "));
-    let _ = writeln!(text, "threads: {}", devices.threads);
+    if !devices.cuda.is_empty() {
+        text.push_str("\nCUDA\n");
+    }
+    for line in &devices.cuda {
+        let _ = writeln!(text, "  {line}");
+    }
     text
 }

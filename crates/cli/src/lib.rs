@@ -14,6 +14,8 @@ mod facts;
 mod generate;
 mod input;
 mod isa;
+#[cfg(feature = "cuda")]
+mod kernels;
 pub mod memory;
 mod output;
 mod peer_worker;

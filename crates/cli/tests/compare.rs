@@ -83,6 +83,8 @@ fn the_real_file_passes_as_json() {
         ".results[].gflops" => "[gflops]",
         ".results[].speedup_vs_standard" => "[speed]",
         ".results[].peak_extra_bytes" => "[bytes]",
+        ".results[].worst" => "[place]",
+        ".file.worst" => "[place]",
         ".file.max_abs_err" => "[err]",
         ".file.mean_abs_err" => "[err]",
         ".file.max_rel_err" => "[err]",
@@ -188,7 +190,12 @@ fn a_wrong_o_is_found() {
     assert_eq!(report["file"]["pass"], false);
     let error = report["file"]["max_abs_err"].as_f64().unwrap();
     assert!((0.9e-4..1.1e-4).contains(&error), "{error}");
-    assert!(stdout(&args, 1).contains("FAIL"));
+    assert_eq!(report["file"]["worst"], serde_json::json!([0, 1, 189, 25]));
+    let table = stdout(&args, 1);
+    assert!(
+        table.contains("FAIL") && table.contains("[0, 1, 189, 25]"),
+        "{table}"
+    );
     // Left aside, it does no harm.
     json(&["compare", &path, "--backends", "cpu", "--ignore", "o"], 0);
 }

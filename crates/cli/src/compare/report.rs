@@ -60,6 +60,8 @@ pub(super) struct ResultRow {
     pub(super) tolerance: Option<f64>,
     pub(super) lse_tolerance: Option<f64>,
     pub(super) pass: Option<bool>,
+    /// Where out is farthest off: `[b, h, i, d]`.
+    pub(super) worst: Option<[usize; 4]>,
     pub(super) median_ms: Option<f64>,
     pub(super) samples_ms: Vec<f64>,
     pub(super) gflops: Option<f64>,
@@ -90,6 +92,7 @@ impl ResultRow {
             tolerance: None,
             lse_tolerance: None,
             pass: None,
+            worst: None,
             median_ms: None,
             samples_ms: Vec::new(),
             gflops: None,
@@ -115,6 +118,7 @@ impl ResultRow {
         self.tolerance = Some(comparison.tolerance);
         self.lse_tolerance = Some(comparison.lse_tolerance);
         self.pass = Some(comparison.pass);
+        self.worst = comparison.worst;
     }
 
     pub(super) fn timed(&mut self, problem: &Problem, samples: &Samples) {
@@ -140,6 +144,8 @@ pub(super) struct FileResult {
     pub(super) tolerance: f64,
     pub(super) lse_tolerance: f64,
     pub(super) pass: bool,
+    /// Where o is farthest off: `[b, h, i, d]`.
+    pub(super) worst: Option<[usize; 4]>,
 }
 
 impl FileResult {
@@ -152,6 +158,7 @@ impl FileResult {
             tolerance: comparison.tolerance,
             lse_tolerance: comparison.lse_tolerance,
             pass: comparison.pass,
+            worst: comparison.worst,
         }
     }
 }

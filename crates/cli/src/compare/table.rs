@@ -79,6 +79,21 @@ fn tail(text: &mut String, report: &Report) {
             notes.push(note);
         }
     }
+    for row in report.results.iter().filter(|row| row.pass == Some(false)) {
+        notes.push(format!(
+            "{} {}: farthest off at [b, h, i, d] = {:?}",
+            row.backend,
+            row.algorithm,
+            row.worst.unwrap_or_default()
+        ));
+    }
+    if let Some(file) = report.file.as_ref().filter(|file| !file.pass) {
+        notes.push(format!(
+            "file: o is not what these options give, farthest off at [b, h, i, d] = {:?} \
+             (files do not say --causal, --softmax-scale, --layout, …)",
+            file.worst.unwrap_or_default()
+        ));
+    }
     if report.environment.debug_build {
         notes.push("this is a debug build: times say nothing".into());
     }
