@@ -17,6 +17,7 @@ pub mod backend;
 pub mod dtype;
 pub mod error;
 pub mod inputs;
+pub mod io_model;
 pub mod mask;
 pub mod merge;
 pub mod observe;

@@ -88,6 +88,11 @@ impl BlockSizes {
         Ok(BlockSizes { rows, keys })
     }
 
+    /// Sizes that are known to be above 0.
+    pub(crate) fn of((rows, keys): (usize, usize)) -> Self {
+        BlockSizes { rows, keys }
+    }
+
     /// B_r.
     pub fn rows(&self) -> usize {
         self.rows
