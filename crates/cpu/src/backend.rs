@@ -121,7 +121,7 @@ impl CpuBackend {
     pub(crate) fn machinery<T: CpuElement>(&self, problem: &Problem) -> Machinery<T> {
         // The builder made sure that the processor has the instruction set.
         let kernels = T::kernels(self.isa);
-        let shape = Shape::new(problem.dims(), &kernels, self.caches);
+        let shape = Shape::new(problem.dims(), &kernels.tile, self.caches);
         Machinery { kernels, shape }
     }
 

@@ -17,6 +17,7 @@
 mod backend;
 mod buffer;
 mod call;
+pub mod ceilings;
 mod exp;
 mod head;
 mod isa;
@@ -30,6 +31,8 @@ mod shape;
 mod simd;
 mod state;
 mod tile;
+#[doc(hidden)]
+pub mod tiles;
 
 pub use backend::{CpuBackend, CpuBackendBuilder};
 pub use isa::{ISA_VARIABLE, Isa};

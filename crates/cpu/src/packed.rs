@@ -117,9 +117,10 @@ impl<T: Element> Packed<T> {
             for (j, row) in rows.iter_mut().take(keys).enumerate() {
                 *row = source.at(&source.k, first + j);
             }
-            for (panel, rows) in rows[..keys].chunks(shape.nr).enumerate() {
+            for (panel, here) in rows[..keys].chunks(shape.nr).enumerate() {
                 let rows = Rows {
-                    rows,
+                    rows: here,
+                    next: &rows[keys.min((panel + 1) * shape.nr)..keys],
                     step: source.k.plane.key,
                     len: shape.head_dim,
                 };
@@ -134,6 +135,7 @@ impl<T: Element> Packed<T> {
             }
             let values = Rows {
                 rows: &rows[..keys],
+                next: &[],
                 step: source.v.plane.key,
                 len: shape.head_dim_v,
             };

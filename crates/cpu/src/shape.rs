@@ -1,9 +1,9 @@
 //! Sizes of tiles, from head dims, the element type and the caches.
 
-use tilewise_core::{Dims, Element};
+use tilewise_core::Dims;
 
 use crate::kernel::max_key_tile;
-use crate::kernel::table::Kernels;
+use crate::kernel::table::TileKernels;
 use crate::machine::Caches;
 
 /// Sizes that all heads of a call share.
@@ -28,8 +28,8 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    pub(crate) fn new<T: Element>(dims: &Dims, kernels: &Kernels<T>, caches: Caches) -> Shape {
-        let size = size_of::<T::Acc>();
+    pub(crate) fn new<A>(dims: &Dims, kernels: &TileKernels<A>, caches: Caches) -> Shape {
+        let size = size_of::<A>();
         let width = dims.head_dim_v.next_multiple_of(kernels.lanes);
         let v_panels = width.div_ceil(kernels.nr);
         let mr = kernels.row_blocks[kernels.row_blocks.len() - 1];
@@ -38,7 +38,7 @@ impl Shape {
         let third = caches.l2 / 3;
         let row_bytes = (dims.head_dim + width).max(1) * size;
         let key_tile = (third / row_bytes / kernels.nr * kernels.nr)
-            .clamp(2 * kernels.nr, max_key_tile::<T::Acc>());
+            .clamp(2 * kernels.nr, max_key_tile::<A>());
         let q_tile = (third / row_bytes / mr * mr).clamp(mr, 16 * mr);
         Shape {
             head_dim: dims.head_dim,

@@ -110,7 +110,7 @@ impl<T: CpuElement> CpuOnline<T> {
                 let a = if l1 == zero { zero } else { a };
                 kept.m.write(m);
                 kept.l.write(a * l1 + b * l2);
-                (state.machinery.kernels.combine)(width, a, kept.acc, b, row.as_ptr());
+                (state.machinery.kernels.tile.combine)(width, a, kept.acc, b, row.as_ptr());
             }
         });
     }

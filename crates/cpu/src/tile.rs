@@ -8,9 +8,10 @@ use crate::buffer::Buffer;
 use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
-use crate::kernel::{Block, MAX_MR, s_stride};
+use crate::kernel::{Block, MAX_MR, Modifiers, s_stride};
 use crate::packed::Packed;
 use crate::shape::Shape;
+use crate::simd::MAX_LANES;
 
 /// Where the state of some rows lies: Õ is `[padded rows][width]`.
 #[derive(Clone, Copy)]
@@ -74,7 +75,8 @@ impl<T: Element> Scratch<T> {
     pub(crate) fn new(shape: &Shape, rows: usize) -> Result<Self> {
         let padded = shape.padded(rows);
         Ok(Scratch {
-            q: Buffer::new(padded * shape.head_dim, "queries of a tile")?,
+            // Packing writes whole vectors, the last one past the end.
+            q: Buffer::new(padded * shape.head_dim + MAX_LANES, "queries of a tile")?,
             strip: Buffer::new(MAX_MR * s_stride::<T::Acc>(), "scores of a tile")?,
             m: Buffer::new(padded, "state of a tile")?,
             l: Buffer::new(padded, "state of a tile")?,
@@ -114,13 +116,15 @@ impl<T: Element> Machinery<T> {
         keys: usize,
         scratch: &mut Scratch<T>,
     ) -> Range<usize> {
-        let mut pointers = [std::ptr::null(); MAX_MR];
+        let mut pointers = [std::ptr::null(); 2 * MAX_MR];
         for (first, n, mr) in self.shape.blocks(rows.len()) {
-            for (row, at) in pointers.iter_mut().take(n).enumerate() {
+            let ahead = (rows.len() - first).min(2 * n);
+            for (row, at) in pointers.iter_mut().take(ahead).enumerate() {
                 *at = head.q.moved(rows.start + first + row, 0).at;
             }
             let packing = Rows {
                 rows: &pointers[..n],
+                next: &pointers[n..ahead],
                 step: head.q.key,
                 len: self.shape.head_dim,
             };
@@ -159,7 +163,7 @@ impl<T: Element> Machinery<T> {
         tile: usize,
         scratch: &Scratch<T>,
         state: TileState<T::Acc>,
-        mut step: impl FnMut(usize, &mut Block<T>),
+        mut step: impl FnMut(usize, &mut Block<T::Acc>, Option<&Modifiers<T>>),
     ) {
         let shape = &self.shape;
         let from = tile * shape.key_tile;
@@ -199,19 +203,13 @@ impl<T: Element> Machinery<T> {
                     m,
                     l,
                     c: head.scoring.c,
-                    modifiers: head.modifiers.map(|mut modifiers| {
-                        let (row, key) = (rows.start + first, from);
-                        modifiers.bias = modifiers.bias.map(|bias| bias.moved(row, key));
-                        modifiers.mask = modifiers.mask.map(|mask| mask.moved(row, key));
-                        modifiers.alibi = modifiers
-                            .alibi
-                            .map(|(slope, at)| (slope, at + row as i64 - key as i64));
-                        modifiers
-                    }),
                     careful: packed.careful(tile),
                 }
             };
-            step(first, &mut block);
+            let modifiers = head
+                .modifiers
+                .map(|modifiers| modifiers.moved(rows.start + first, from));
+            step(first, &mut block, modifiers.as_ref());
         }
     }
 
@@ -232,9 +230,17 @@ impl<T: Element> Machinery<T> {
         unsafe {
             let seen = self.take_rows(head, rows, keys, scratch);
             for tile in self.tiles(&seen) {
-                self.blocks(head, packed, rows, tile, scratch, state, |_, block| {
-                    (self.kernels.absorb)(block);
-                });
+                self.blocks(
+                    head,
+                    packed,
+                    rows,
+                    tile,
+                    scratch,
+                    state,
+                    |_, block, modifiers| {
+                        self.kernels.absorb(block, modifiers);
+                    },
+                );
             }
         }
     }

@@ -6,6 +6,7 @@
 
 pub(crate) mod gemm;
 pub(crate) mod pack;
+pub(crate) mod probe;
 pub(crate) mod rows;
 pub(crate) mod scores;
 pub(crate) mod softmax;
@@ -51,6 +52,20 @@ pub(crate) struct Modifiers<T: Element> {
     pub(crate) mask: Option<Plane<u8>>,
 }
 
+impl<T: Element> Modifiers<T> {
+    /// The same for a block that starts `rows` rows and `keys` keys later.
+    pub(crate) fn moved(self, rows: usize, keys: usize) -> Self {
+        Modifiers {
+            bias: self.bias.map(|bias| bias.moved(rows, keys)),
+            mask: self.mask.map(|mask| mask.moved(rows, keys)),
+            alibi: self
+                .alibi
+                .map(|(slope, at)| (slope, at + rows as i64 - keys as i64)),
+            ..self
+        }
+    }
+}
+
 /// A pointer into a tensor with the steps to the next row and key.
 #[derive(Clone, Copy)]
 pub(crate) struct Plane<T> {
@@ -71,7 +86,7 @@ impl<T> Plane<T> {
 }
 
 /// Some query rows against one tile of packed keys.
-pub(crate) struct Block<T: Element> {
+pub(crate) struct Block<A> {
     /// Rows, 1 ..= mr.
     pub(crate) rows: usize,
     /// Rows of the register block: one of the sizes in [`table::Kernels::row_blocks`].
@@ -80,11 +95,11 @@ pub(crate) struct Block<T: Element> {
     /// head_dim_v rounded up to whole vectors.
     pub(crate) width: usize,
     /// Packed queries, `[head_dim][mr]`.
-    pub(crate) q: *const T::Acc,
+    pub(crate) q: *const A,
     /// Packed keys of the tile, `[panel][head_dim][NR]`.
-    pub(crate) k: *const T::Acc,
+    pub(crate) k: *const A,
     /// Packed values of the tile, `[panel][..][NR]`, panels `v_panel` apart.
-    pub(crate) v: *const T::Acc,
+    pub(crate) v: *const A,
     pub(crate) v_panel: usize,
     /// The keys of the tile that any row sees: lo < hi.
     pub(crate) lo: usize,
@@ -92,16 +107,15 @@ pub(crate) struct Block<T: Element> {
     /// What each row sees of them.
     pub(crate) live: [(usize, usize); MAX_MR],
     /// The strip, `[mr][s_stride]`.
-    pub(crate) s: *mut T::Acc,
+    pub(crate) s: *mut A,
     /// Õ, `[mr][width]`.
-    pub(crate) acc: *mut T::Acc,
+    pub(crate) acc: *mut A,
     /// `[rows]`, in units of the strip.
-    pub(crate) m: *mut T::Acc,
+    pub(crate) m: *mut A,
     /// `[rows]`.
-    pub(crate) l: *mut T::Acc,
+    pub(crate) l: *mut A,
     /// log₂e times the natural-log units of one unit of the strip; above 0.
-    pub(crate) c: T::Acc,
-    pub(crate) modifiers: Option<Modifiers<T>>,
+    pub(crate) c: A,
     /// A value of the tile is NaN or infinite: 0 · v is not 0, so hidden keys must be left out.
     pub(crate) careful: bool,
 }

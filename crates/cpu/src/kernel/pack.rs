@@ -2,12 +2,15 @@
 
 use tilewise_core::Element;
 
-use crate::simd::{Convert, MAX_LANES, Vector};
+use crate::simd::{Convert, MAX_LANES, Vector, prefetch};
 
 /// Rows of a tensor that are packed together.
 pub(crate) struct Rows<'a, T> {
     /// First element of each row.
     pub(crate) rows: &'a [*const T],
+    /// Rows that will be packed next: asked for while these are packed, because a dozen rows side
+    /// by side are more than hardware prefetchers follow.
+    pub(crate) next: &'a [*const T],
     /// Step from one element of a row to the next.
     pub(crate) step: isize,
     /// Elements of a row.
@@ -35,7 +38,7 @@ unsafe fn chunk<T: Element, V: Convert<T>>(at: *const T, step: isize, n: usize) 
 ///
 /// # Safety
 /// The processor has V's instructions; every row has `len` elements behind it, `to` has room for
-/// `len` × `stride`, and there are at most `stride` rows.
+/// `len` × `stride` and a vector more, and there are at most `stride` rows.
 #[inline(always)]
 pub(crate) unsafe fn transposed<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
     rows: &Rows<'_, T>,
@@ -45,25 +48,35 @@ pub(crate) unsafe fn transposed<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
 ) {
     // SAFETY: the caller's promise.
     unsafe {
+        let zero = V::splat(V::E::from_f64(0.0));
         let sign = V::splat(sign);
-        let mut lanes = [V::E::from_f64(0.0); MAX_LANES];
-        for (column, &row) in rows.rows.iter().enumerate() {
-            let mut first = 0;
-            while first < rows.len {
+        for column in (0..stride).step_by(V::LANES) {
+            // A group narrower than a vector spills into the next element's columns, which are
+            // written later: right only if it is the first group.
+            let whole = column == 0 || stride - column >= V::LANES;
+            for first in (0..rows.len).step_by(V::LANES) {
                 let n = V::LANES.min(rows.len - first);
-                let at = row.wrapping_offset(first as isize * rows.step);
-                chunk::<T, V>(at, rows.step, n)
-                    .mul(sign)
-                    .store(lanes.as_mut_ptr());
-                for (lane, &x) in lanes.iter().take(n).enumerate() {
-                    to.add((first + lane) * stride + column).write(x);
+                let mut square = [zero; MAX_LANES];
+                for (lane, register) in square.iter_mut().take(V::LANES).enumerate() {
+                    if let Some(row) = rows.next.get(column + lane) {
+                        prefetch(row.wrapping_offset(first as isize * rows.step));
+                    }
+                    if let Some(row) = rows.rows.get(column + lane) {
+                        let at = row.wrapping_offset(first as isize * rows.step);
+                        *register = chunk::<T, V>(at, rows.step, n).mul(sign);
+                    }
                 }
-                first += n;
-            }
-        }
-        for column in rows.rows.len()..stride {
-            for element in 0..rows.len {
-                to.add(element * stride + column).write(V::E::from_f64(0.0));
+                V::transpose(&mut square);
+                for (element, register) in square.iter().take(n).enumerate() {
+                    let to = to.add((first + element) * stride + column);
+                    if whole {
+                        register.store(to);
+                    } else {
+                        let mut lanes = [V::E::from_f64(0.0); MAX_LANES];
+                        register.store(lanes.as_mut_ptr());
+                        std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, stride - column);
+                    }
+                }
             }
         }
     }

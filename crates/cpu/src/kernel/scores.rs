@@ -8,21 +8,24 @@ use super::{Block, Modifiers, s_stride};
 use crate::exp::tanh;
 use crate::simd::{Convert, MAX_LANES, Vector};
 
-/// Fills the strip: dot products, modifiers, −∞ where a row does not see a key. Written are the
-/// columns from `lo` to `hi`, both rounded outwards to whole vectors.
+/// S = q kᵀ: fills the columns of the strip from `lo` to `hi`, both rounded outwards to whole vectors.
 ///
 /// # Safety
 /// The processor has V's instructions; the block's pointers cover what its sizes say.
 #[inline(always)]
-pub(crate) unsafe fn scores<T: Element, V: Convert<T> + Vector<E = T::Acc>>(block: &Block<T>) {
+pub(crate) unsafe fn products<V: Vector>(block: &Block<V::E>) {
+    // SAFETY: the caller's promise.
+    unsafe { with_mr!(V, block.mr, MR => dot_products::<V, MR>(block)) }
+}
+
+/// −∞ where a row does not see a key, in the columns that [`products`] fills.
+///
+/// # Safety
+/// As [`products`].
+#[inline(always)]
+pub(crate) unsafe fn hide<V: Vector>(block: &Block<V::E>) {
     // SAFETY: the caller's promise.
     unsafe {
-        with_mr!(V, block.mr, MR => dot_products::<T, V, MR>(block));
-        if let Some(modifiers) = &block.modifiers {
-            for row in 0..block.rows {
-                modify::<T, V>(block, modifiers, row);
-            }
-        }
         let from = block.lo - block.lo % V::LANES;
         let to = block.hi.next_multiple_of(V::LANES);
         for row in 0..block.rows {
@@ -38,7 +41,7 @@ pub(crate) unsafe fn scores<T: Element, V: Convert<T> + Vector<E = T::Acc>>(bloc
 }
 
 #[inline(always)]
-unsafe fn dot_products<T: Element, V: Vector<E = T::Acc>, const MR: usize>(block: &Block<T>) {
+unsafe fn dot_products<V: Vector, const MR: usize>(block: &Block<V::E>) {
     // SAFETY: the caller's promise: panels from lo/NR to hi/NR lie in k, their columns in s.
     unsafe {
         for panel in block.lo / V::NR..block.hi.div_ceil(V::NR) {
@@ -65,10 +68,24 @@ unsafe fn dot_products<T: Element, V: Vector<E = T::Acc>, const MR: usize>(block
     }
 }
 
-/// Scale, softcap, bias, ALiBi and mask of one row, on exactly the keys `lo..hi`.
+/// Scale, softcap, bias, ALiBi and mask, on exactly the keys `lo..hi` of each row.
+///
+/// # Safety
+/// As [`products`], which must have run; bias and mask cover the block's rows and those keys.
 #[inline(always)]
-unsafe fn modify<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
-    block: &Block<T>,
+pub(crate) unsafe fn modify<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
+    block: &Block<V::E>,
+    modifiers: &Modifiers<T>,
+) {
+    for row in 0..block.rows {
+        // SAFETY: the caller's promise.
+        unsafe { modify_row::<T, V>(block, modifiers, row) }
+    }
+}
+
+#[inline(always)]
+unsafe fn modify_row<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
+    block: &Block<V::E>,
     modifiers: &Modifiers<T>,
     row: usize,
 ) {

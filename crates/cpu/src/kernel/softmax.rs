@@ -12,7 +12,7 @@ use crate::simd::Vector;
 
 /// Columns of the strip that hold scores: whole vectors.
 #[inline(always)]
-fn columns<T: Element, V: Vector>(block: &Block<T>) -> (usize, usize) {
+fn columns<V: Vector>(block: &Block<V::E>) -> (usize, usize) {
     (
         block.lo - block.lo % V::LANES,
         block.hi.next_multiple_of(V::LANES),
@@ -28,17 +28,17 @@ fn columns<T: Element, V: Vector>(block: &Block<T>) -> (usize, usize) {
 /// The processor has V's instructions; the block's pointers cover what its sizes say, and the
 /// strip is filled from `lo` to `hi`, rounded outwards to whole vectors.
 #[inline(always)]
-pub(crate) unsafe fn online<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>) {
+pub(crate) unsafe fn online<V: Vector>(block: &Block<V::E>) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (from, to) = columns::<T, V>(block);
+        let (from, to) = columns::<V>(block);
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let before = block.m.add(row).read();
             let max = row_max::<V>(s, from, to, before);
             block.m.add(row).write(max);
             let base = finite_base(max);
-            let sum = exponentiate_row::<T, V>(block, s, from, to, base);
+            let sum = exponentiate_row::<V>(block, s, from, to, base);
             let l = block.l.add(row);
             // Before the first live key Õ is 0 and ℓ is 0: nothing to rescale.
             if before == max || before == V::E::neg_infinity() {
@@ -63,10 +63,10 @@ pub(crate) unsafe fn online<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>)
 /// # Safety
 /// As [`online`].
 #[inline(always)]
-pub(crate) unsafe fn maxima<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>) {
+pub(crate) unsafe fn maxima<V: Vector>(block: &Block<V::E>) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (from, to) = columns::<T, V>(block);
+        let (from, to) = columns::<V>(block);
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let m = block.m.add(row);
@@ -80,14 +80,14 @@ pub(crate) unsafe fn maxima<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>)
 /// # Safety
 /// As [`online`].
 #[inline(always)]
-pub(crate) unsafe fn exponentiate<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>) {
+pub(crate) unsafe fn exponentiate<V: Vector>(block: &Block<V::E>) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (from, to) = columns::<T, V>(block);
+        let (from, to) = columns::<V>(block);
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let base = finite_base(block.m.add(row).read());
-            let sum = exponentiate_row::<T, V>(block, s, from, to, base);
+            let sum = exponentiate_row::<V>(block, s, from, to, base);
             let l = block.l.add(row);
             l.write(l.read() + sum);
         }
@@ -99,10 +99,10 @@ pub(crate) unsafe fn exponentiate<T: Element, V: Vector<E = T::Acc>>(block: &Blo
 /// # Safety
 /// As [`online`].
 #[inline(always)]
-pub(crate) unsafe fn normalise<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>) {
+pub(crate) unsafe fn normalise<V: Vector>(block: &Block<V::E>) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (from, to) = columns::<T, V>(block);
+        let (from, to) = columns::<V>(block);
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let l = block.l.add(row).read();
@@ -150,8 +150,8 @@ unsafe fn row_max<V: Vector>(s: *const V::E, from: usize, to: usize, m: V::E) ->
 }
 
 #[inline(always)]
-unsafe fn exponentiate_row<T: Element, V: Vector<E = T::Acc>>(
-    block: &Block<T>,
+unsafe fn exponentiate_row<V: Vector>(
+    block: &Block<V::E>,
     s: *mut V::E,
     from: usize,
     to: usize,

@@ -1,48 +1,107 @@
 //! The dispatcher: one table of functions for each (element type, instruction set), each a thin
 //! `#[target_feature]` wrapper of a generic kernel.
 
-use tilewise_core::Element;
 use tilewise_core::half::{bf16, f16};
+use tilewise_core::{DType, Element};
 
 use super::pack::Rows;
-use super::{Block, pack, rows, scores, softmax, weighted};
+use super::{Block, Modifiers, pack, probe, rows, scores, softmax, weighted};
 use crate::isa::Isa;
 use crate::simd::{Vector, portable};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{avx2, avx512};
 
-/// The kernels of one instruction set for inputs of type T.
+/// The kernels of one instruction set that work in the accumulator type alone.
 ///
-/// Every function may be called only where the processor has that instruction set: a table is
-/// handed out by [`CpuElement::kernels`] for an [`Isa`] found at run time only.
+/// Every function of this table and of [`Kernels`] may be called only where the processor has that
+/// instruction set: a table is handed out for an [`Isa`] found at run time only.
 #[derive(Clone, Copy)]
-pub(crate) struct Kernels<T: Element> {
+pub(crate) struct TileKernels<A> {
     /// Lanes a register.
     pub(crate) lanes: usize,
     /// Columns of a packed panel.
     pub(crate) nr: usize,
     /// The sizes of row blocks, ascending.
     pub(crate) row_blocks: &'static [usize],
+    /// One step of FlashAttention-2 without modifiers: the four functions below, in order.
+    pub(crate) absorb: unsafe fn(&Block<A>),
+    /// [`scores::products`].
+    pub(crate) products: unsafe fn(&Block<A>),
+    /// [`scores::hide`].
+    pub(crate) hide: unsafe fn(&Block<A>),
+    /// [`softmax::online`].
+    pub(crate) online: unsafe fn(&Block<A>),
+    /// [`weighted::weighted_values`].
+    pub(crate) weighted: unsafe fn(&Block<A>),
+    /// [`softmax::maxima`].
+    pub(crate) maxima: unsafe fn(&Block<A>),
+    /// [`softmax::exponentiate`].
+    pub(crate) exponentiate: unsafe fn(&Block<A>),
+    /// [`softmax::normalise`].
+    pub(crate) normalise: unsafe fn(&Block<A>),
+    /// [`rows::combine`]: length, a, x, b, y.
+    pub(crate) combine: Combine<A>,
+    /// What measures the instruction set's ceilings.
+    pub(crate) probe: Probe,
+}
+
+/// The kernels of one instruction set for inputs of type T.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernels<T: Element> {
+    pub(crate) tile: TileKernels<T::Acc>,
     /// [`pack::transposed`]: rows, stride, sign, to.
     pub(crate) transposed: unsafe fn(&Rows<'_, T>, usize, T::Acc, *mut T::Acc),
     /// [`pack::panels`]: rows, panel stride, to.
     pub(crate) panels: unsafe fn(&Rows<'_, T>, usize, *mut T::Acc) -> bool,
-    /// Scores, online softmax and weighted values: one step of FlashAttention-2.
-    pub(crate) absorb: unsafe fn(&Block<T>),
-    /// [`scores::scores`].
-    pub(crate) scores: unsafe fn(&Block<T>),
-    /// [`softmax::maxima`].
-    pub(crate) maxima: unsafe fn(&Block<T>),
-    /// [`softmax::exponentiate`].
-    pub(crate) exponentiate: unsafe fn(&Block<T>),
-    /// [`softmax::normalise`].
-    pub(crate) normalise: unsafe fn(&Block<T>),
-    /// [`weighted::weighted_values`].
-    pub(crate) weighted: unsafe fn(&Block<T>),
+    /// [`scores::modify`].
+    modify: unsafe fn(&Block<T::Acc>, &Modifiers<T>),
     /// [`rows::finish`]: acc, divisor, length, out.
     pub(crate) finish: unsafe fn(*const T::Acc, T::Acc, usize, *mut T),
-    /// [`rows::combine`]: length, a, x, b, y.
-    pub(crate) combine: Combine<T::Acc>,
+}
+
+impl<T: Element> Kernels<T> {
+    /// Fills the strip with scores, −∞ where a row does not see a key.
+    ///
+    /// # Safety
+    /// Of [`scores::products`] and [`scores::modify`].
+    pub(crate) unsafe fn scores(&self, block: &Block<T::Acc>, modifiers: Option<&Modifiers<T>>) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            (self.tile.products)(block);
+            if let Some(modifiers) = modifiers {
+                (self.modify)(block, modifiers);
+            }
+            (self.tile.hide)(block);
+        }
+    }
+
+    /// Scores, online softmax and weighted values: one step of FlashAttention-2.
+    ///
+    /// # Safety
+    /// As [`Self::scores`].
+    pub(crate) unsafe fn absorb(&self, block: &Block<T::Acc>, modifiers: Option<&Modifiers<T>>) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if modifiers.is_none() {
+                (self.tile.absorb)(block);
+                return;
+            }
+            self.scores(block, modifiers);
+            (self.tile.online)(block);
+            (self.tile.weighted)(block);
+        }
+    }
+}
+
+/// What measures an instruction set's ceilings; see [`crate::ceilings`].
+#[derive(Clone, Copy)]
+pub(crate) struct Probe {
+    /// [`probe::fma`].
+    pub(crate) fma: unsafe fn(usize) -> f64,
+    /// Floating-point operations of a round of `fma`.
+    pub(crate) flops_a_round: f64,
+    /// [`probe::read`].
+    pub(crate) read: unsafe fn(*const u8, usize) -> f64,
 }
 
 /// The type of [`rows::combine`].
@@ -58,81 +117,116 @@ const fn row_blocks(mr: usize) -> &'static [usize] {
     }
 }
 
-macro_rules! table {
-    ($T:ty, $V:ty $(, $features:literal)?) => {{
-        type T = $T;
-        type V = $V;
-        type Acc = <$T as Element>::Acc;
+/// A thin function for each generic kernel named, compiled for the features in brackets, if any.
+macro_rules! thin {
+    ($features:tt $($name:ident($($argument:ident: $t:ty),*) $(-> $r:ty)? = $body:expr;)*) => {
+        $(thin! { @one $features $name($($argument: $t),*) $(-> $r)? = $body })*
+    };
+    (@one [$($features:literal)?]
+        $name:ident($($argument:ident: $t:ty),*) $(-> $r:ty)? = $body:expr) => {
         $(#[target_feature(enable = $features)])?
-        unsafe fn transposed(rows: &Rows<'_, T>, stride: usize, sign: Acc, to: *mut Acc) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { pack::transposed::<T, V>(rows, stride, sign, to) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn panels(rows: &Rows<'_, T>, panel_stride: usize, to: *mut Acc) -> bool {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { pack::panels::<T, V>(rows, panel_stride, to) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn absorb(block: &Block<T>) {
+        unsafe fn $name($($argument: $t),*) $(-> $r)? {
             // SAFETY: the caller's promise is that of the generic kernels.
-            unsafe {
-                scores::scores::<T, V>(block);
-                softmax::online::<T, V>(block);
-                weighted::weighted_values::<T, V>(block);
-            }
+            unsafe { $body }
         }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn scores(block: &Block<T>) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { scores::scores::<T, V>(block) }
+    };
+}
+
+macro_rules! tile_table {
+    ($V:ty, $features:tt) => {{
+        type V = $V;
+        type A = <$V as Vector>::E;
+        thin! { $features
+            absorb(block: &Block<A>) = {
+                scores::products::<V>(block);
+                scores::hide::<V>(block);
+                softmax::online::<V>(block);
+                weighted::weighted_values::<V>(block);
+            };
+            products(block: &Block<A>) = scores::products::<V>(block);
+            hide(block: &Block<A>) = scores::hide::<V>(block);
+            online(block: &Block<A>) = softmax::online::<V>(block);
+            weighted(block: &Block<A>) = weighted::weighted_values::<V>(block);
+            maxima(block: &Block<A>) = softmax::maxima::<V>(block);
+            exponentiate(block: &Block<A>) = softmax::exponentiate::<V>(block);
+            normalise(block: &Block<A>) = softmax::normalise::<V>(block);
+            combine(len: usize, a: A, x: *mut A, b: A, y: *const A) =
+                rows::combine::<V>(len, a, x, b, y);
+            fma(rounds: usize) -> f64 = probe::fma::<V>(rounds);
+            read(from: *const u8, len: usize) -> f64 = probe::read::<V>(from, len);
         }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn maxima(block: &Block<T>) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { softmax::maxima::<T, V>(block) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn exponentiate(block: &Block<T>) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { softmax::exponentiate::<T, V>(block) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn normalise(block: &Block<T>) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { softmax::normalise::<T, V>(block) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn weighted(block: &Block<T>) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { weighted::weighted_values::<T, V>(block) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn finish(acc: *const Acc, divisor: Acc, len: usize, out: *mut T) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { rows::finish::<T, V>(acc, divisor, len, out) }
-        }
-        $(#[target_feature(enable = $features)])?
-        unsafe fn combine(len: usize, a: Acc, x: *mut Acc, b: Acc, y: *const Acc) {
-            // SAFETY: the caller's promise is that of the generic kernel.
-            unsafe { rows::combine::<V>(len, a, x, b, y) }
-        }
-        Kernels {
+        TileKernels {
             lanes: <V as Vector>::LANES,
             nr: <V as Vector>::NR,
             row_blocks: row_blocks(<V as Vector>::MR),
-            transposed,
-            panels,
             absorb,
-            scores,
+            products,
+            hide,
+            online,
+            weighted,
             maxima,
             exponentiate,
             normalise,
-            weighted,
-            finish,
             combine,
+            probe: Probe {
+                fma,
+                flops_a_round: (2 * probe::CHAINS * <V as Vector>::LANES) as f64,
+                read,
+            },
         }
     }};
+}
+
+macro_rules! table {
+    ($T:ty, $V:ty, $features:tt) => {{
+        type T = $T;
+        type V = $V;
+        type A = <$T as Element>::Acc;
+        thin! { $features
+            transposed(rows: &Rows<'_, T>, stride: usize, sign: A, to: *mut A) =
+                pack::transposed::<T, V>(rows, stride, sign, to);
+            panels(rows: &Rows<'_, T>, panel_stride: usize, to: *mut A) -> bool =
+                pack::panels::<T, V>(rows, panel_stride, to);
+            modify(block: &Block<A>, modifiers: &Modifiers<T>) =
+                scores::modify::<T, V>(block, modifiers);
+            finish(acc: *const A, divisor: A, len: usize, out: *mut T) =
+                rows::finish::<T, V>(acc, divisor, len, out);
+        }
+        Kernels {
+            tile: <V as TileTable>::TABLE,
+            transposed,
+            panels,
+            modify,
+            finish,
+        }
+    }};
+}
+
+/// Makes each binding's table once, shared by the element types that accumulate in its type.
+trait TileTable: Vector {
+    const TABLE: TileKernels<Self::E>;
+}
+
+macro_rules! tile_tables {
+    ($($V:ty, $features:tt;)*) => {
+        $(
+            impl TileTable for $V {
+                const TABLE: TileKernels<Self::E> = tile_table!($V, $features);
+            }
+        )*
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+tile_tables! {
+    avx512::F32x16, ["avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"];
+    avx512::F64x8, ["avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"];
+    avx2::F32x8, ["avx2,fma,f16c"];
+    avx2::F64x4, ["avx2,fma,f16c"];
+}
+tile_tables! {
+    portable::F32x8, [];
+    portable::F64x4, [];
 }
 
 mod sealed {
@@ -160,11 +254,11 @@ macro_rules! element {
                     Isa::Avx512 => table!(
                         $T,
                         $avx512,
-                        "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+                        ["avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"]
                     ),
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => table!($T, $avx2, "avx2,fma,f16c"),
-                    _ => table!($T, $portable),
+                    Isa::Avx2 => table!($T, $avx2, ["avx2,fma,f16c"]),
+                    _ => table!($T, $portable, []),
                 }
             }
         }
@@ -176,3 +270,12 @@ element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4);
 element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8);
 element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8);
 element!(bf16, avx512::F32x16, avx2::F32x8, portable::F32x8);
+
+/// The probes of an instruction set that the processor must have, in f64 or else f32.
+pub(crate) fn probe(isa: Isa, accumulator: DType) -> Probe {
+    use sealed::HasKernels;
+    match accumulator {
+        DType::F64 => f64::kernels(isa).tile.probe,
+        _ => f32::kernels(isa).tile.probe,
+    }
+}

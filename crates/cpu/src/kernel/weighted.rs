@@ -12,37 +12,33 @@ use crate::simd::Vector;
 /// # Safety
 /// The processor has V's instructions; the block's pointers cover what its sizes say.
 #[inline(always)]
-pub(crate) unsafe fn weighted_values<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>) {
+pub(crate) unsafe fn weighted_values<V: Vector>(block: &Block<V::E>) {
     // SAFETY: the caller's promise.
     unsafe {
         if !block.careful {
-            with_mr!(V, block.mr, MR => range::<T, V, MR>(block, block.lo, block.hi));
+            with_mr!(V, block.mr, MR => range::<V, MR>(block, block.lo, block.hi));
             return;
         }
         // Keys with a NaN or infinite value are added apart, to the rows that see them only.
         let mut from = block.lo;
         for key in block.lo..block.hi {
-            if is_finite::<T, V>(block, key) {
+            if is_finite::<V>(block, key) {
                 continue;
             }
             if from < key {
-                with_mr!(V, block.mr, MR => range::<T, V, MR>(block, from, key));
+                with_mr!(V, block.mr, MR => range::<V, MR>(block, from, key));
             }
-            one_key::<T, V>(block, key);
+            one_key::<V>(block, key);
             from = key + 1;
         }
         if from < block.hi {
-            with_mr!(V, block.mr, MR => range::<T, V, MR>(block, from, block.hi));
+            with_mr!(V, block.mr, MR => range::<V, MR>(block, from, block.hi));
         }
     }
 }
 
 #[inline(always)]
-unsafe fn range<T: Element, V: Vector<E = T::Acc>, const MR: usize>(
-    block: &Block<T>,
-    from: usize,
-    to: usize,
-) {
+unsafe fn range<V: Vector, const MR: usize>(block: &Block<V::E>, from: usize, to: usize) {
     // SAFETY: the caller's promise: keys from..to lie in the strip and in v, columns in Õ.
     unsafe {
         let p = block.s.add(from);
@@ -78,24 +74,20 @@ unsafe fn range<T: Element, V: Vector<E = T::Acc>, const MR: usize>(
 }
 
 #[inline(always)]
-unsafe fn is_finite<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>, key: usize) -> bool {
+unsafe fn is_finite<V: Vector>(block: &Block<V::E>, key: usize) -> bool {
     // SAFETY: the caller's promise.
-    unsafe { (0..block.width).all(|column| value::<T, V>(block, key, column).is_finite()) }
+    unsafe { (0..block.width).all(|column| value::<V>(block, key, column).is_finite()) }
 }
 
 #[inline(always)]
-unsafe fn value<T: Element, V: Vector<E = T::Acc>>(
-    block: &Block<T>,
-    key: usize,
-    column: usize,
-) -> V::E {
+unsafe fn value<V: Vector>(block: &Block<V::E>, key: usize, column: usize) -> V::E {
     let at = column / V::NR * block.v_panel + key * V::NR + column % V::NR;
     // SAFETY: the caller's promise.
     unsafe { block.v.add(at).read() }
 }
 
 #[inline(always)]
-unsafe fn one_key<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>, key: usize) {
+unsafe fn one_key<V: Vector>(block: &Block<V::E>, key: usize) {
     // SAFETY: the caller's promise.
     unsafe {
         for row in 0..block.rows {
@@ -105,7 +97,7 @@ unsafe fn one_key<T: Element, V: Vector<E = T::Acc>>(block: &Block<T>, key: usiz
             }
             for column in 0..block.width {
                 let acc = block.acc.add(row * block.width + column);
-                acc.write(acc.read() + p * value::<T, V>(block, key, column));
+                acc.write(acc.read() + p * value::<V>(block, key, column));
             }
         }
     }

@@ -137,16 +137,24 @@ unsafe fn head<T: Element>(
         let scratch = &workspace.step;
         let step = scratch.state();
         for tile in machinery.tiles(&seen) {
-            machinery.blocks(&head, packed, rows, tile, scratch, step, |first, block| {
-                let state = step.row(shape, first);
-                state.begin(shape, block.rows);
-                (machinery.kernels.absorb)(block);
-                let kept = kept.row(shape, first);
-                for row in 0..block.rows {
-                    let (kept, state) = (kept.row(shape, row), state.row(shape, row));
-                    fold(call, kept, state, block.c);
-                }
-            });
+            machinery.blocks(
+                &head,
+                packed,
+                rows,
+                tile,
+                scratch,
+                step,
+                |first, block, modifiers| {
+                    let state = step.row(shape, first);
+                    state.begin(shape, block.rows);
+                    machinery.kernels.absorb(block, modifiers);
+                    let kept = kept.row(shape, first);
+                    for row in 0..block.rows {
+                        let (kept, state) = (kept.row(shape, row), state.row(shape, row));
+                        fold(call, kept, state, block.c);
+                    }
+                },
+            );
         }
         call.finish(at, n, &head, rows.start, rows.len(), kept, true);
     }
@@ -181,6 +189,6 @@ unsafe fn fold<T: Element>(
         kept.m.write(m_new);
         kept.l.write(l_new);
         let width = call.machinery.shape.width;
-        (call.machinery.kernels.combine)(width, old / l_new, kept.acc, new / l_new, step.acc);
+        (call.machinery.kernels.tile.combine)(width, old / l_new, kept.acc, new / l_new, step.acc);
     }
 }

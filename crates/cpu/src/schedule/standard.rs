@@ -10,7 +10,7 @@ use tilewise_core::{Element, Result};
 
 use crate::buffer::Buffer;
 use crate::call::{Call, KvHead};
-use crate::kernel::{Block, MAX_MR, s_stride};
+use crate::kernel::{Block, MAX_MR, Modifiers, s_stride};
 use crate::packed::Packed;
 use crate::parallel::{in_order, threads};
 use crate::shape::Shape;
@@ -92,6 +92,9 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     Ok(())
 }
 
+/// What a pass does with a block.
+type Step<'a, T> = &'a dyn Fn(&Block<<T as Element>::Acc>, Option<&Modifiers<T>>);
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     /// S = q kᵀ.
@@ -135,24 +138,32 @@ impl Stripe {
             }
             let seen = machinery.take_rows(&head, rows, keys, scratch);
             let scratch = &*scratch;
-            let each = |step: &dyn Fn(&Block<T>)| {
+            let each = |step: Step<'_, T>| {
                 for tile in machinery.tiles(&seen) {
-                    machinery.blocks(&head, packed, rows, tile, scratch, state, |first, block| {
-                        let row = tile * self.padded + rows.start + first;
-                        block.s = scores.at().add(row * s_stride::<T::Acc>());
-                        step(block);
-                    });
+                    machinery.blocks(
+                        &head,
+                        packed,
+                        rows,
+                        tile,
+                        scratch,
+                        state,
+                        |first, block, modifiers| {
+                            let row = tile * self.padded + rows.start + first;
+                            block.s = scores.at().add(row * s_stride::<T::Acc>());
+                            step(block, modifiers);
+                        },
+                    );
                 }
             };
             match pass {
-                Pass::Scores => each(&|block| (kernels.scores)(block)),
+                Pass::Scores => each(&|block, modifiers| kernels.scores(block, modifiers)),
                 Pass::Softmax => {
-                    each(&|block| (kernels.maxima)(block));
-                    each(&|block| (kernels.exponentiate)(block));
-                    each(&|block| (kernels.normalise)(block));
+                    each(&|block, _| (kernels.tile.maxima)(block));
+                    each(&|block, _| (kernels.tile.exponentiate)(block));
+                    each(&|block, _| (kernels.tile.normalise)(block));
                 }
                 Pass::Values => {
-                    each(&|block| (kernels.weighted)(block));
+                    each(&|block, _| (kernels.tile.weighted)(block));
                     // P is normalised, so Õ is O.
                     call.finish(self.at, self.n, &head, rows.start, rows.len(), state, true);
                 }

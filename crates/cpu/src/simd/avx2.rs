@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use tilewise_core::half::{bf16, f16};
 
-use super::{Convert, Vector};
+use super::{Convert, MAX_LANES, Vector};
 
 /// Wraps one expression of intrinsics.
 macro_rules! isa {
@@ -130,6 +130,30 @@ unsafe impl Vector for F32x8 {
     unsafe fn iota() -> Self {
         isa!(F32x8(_mm256_setr_ps(0., 1., 2., 3., 4., 5., 6., 7.)))
     }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+        isa!({
+            let mut t = [_mm256_setzero_ps(); 8];
+            for i in (0..8).step_by(2) {
+                t[i] = _mm256_unpacklo_ps(rows[i].0, rows[i + 1].0);
+                t[i + 1] = _mm256_unpackhi_ps(rows[i].0, rows[i + 1].0);
+            }
+            let pd = |x| _mm256_castps_pd(x);
+            let ps = |x| _mm256_castpd_ps(x);
+            let mut u = [_mm256_setzero_ps(); 8];
+            for i in (0..8).step_by(4) {
+                u[i] = ps(_mm256_unpacklo_pd(pd(t[i]), pd(t[i + 2])));
+                u[i + 1] = ps(_mm256_unpackhi_pd(pd(t[i]), pd(t[i + 2])));
+                u[i + 2] = ps(_mm256_unpacklo_pd(pd(t[i + 1]), pd(t[i + 3])));
+                u[i + 3] = ps(_mm256_unpackhi_pd(pd(t[i + 1]), pd(t[i + 3])));
+            }
+            for i in 0..4 {
+                rows[i] = F32x8(_mm256_permute2f128_ps::<0x20>(u[i], u[i + 4]));
+                rows[i + 4] = F32x8(_mm256_permute2f128_ps::<0x31>(u[i], u[i + 4]));
+            }
+        })
+    }
 }
 
 // SAFETY: the unaligned 256-bit loads and stores touch exactly 4 f64.
@@ -234,6 +258,20 @@ unsafe impl Vector for F64x4 {
     #[inline(always)]
     unsafe fn iota() -> Self {
         isa!(F64x4(_mm256_setr_pd(0., 1., 2., 3.)))
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+        isa!({
+            let a = _mm256_unpacklo_pd(rows[0].0, rows[1].0);
+            let b = _mm256_unpackhi_pd(rows[0].0, rows[1].0);
+            let c = _mm256_unpacklo_pd(rows[2].0, rows[3].0);
+            let d = _mm256_unpackhi_pd(rows[2].0, rows[3].0);
+            rows[0] = F64x4(_mm256_permute2f128_pd::<0x20>(a, c));
+            rows[1] = F64x4(_mm256_permute2f128_pd::<0x20>(b, d));
+            rows[2] = F64x4(_mm256_permute2f128_pd::<0x31>(a, c));
+            rows[3] = F64x4(_mm256_permute2f128_pd::<0x31>(b, d));
+        })
     }
 }
 

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use tilewise_core::half::{bf16, f16};
 
-use super::{Convert, Vector};
+use super::{Convert, MAX_LANES, Vector};
 
 /// Wraps one expression of intrinsics.
 macro_rules! isa {
@@ -115,6 +115,37 @@ unsafe impl Vector for F32x16 {
             0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.
         )))
     }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+        isa!({
+            // Pairs, then quadruples of rows, within 128 bits; then the 4 × 4 square of those.
+            let mut t = [_mm512_setzero_ps(); 16];
+            for i in (0..16).step_by(2) {
+                t[i] = _mm512_unpacklo_ps(rows[i].0, rows[i + 1].0);
+                t[i + 1] = _mm512_unpackhi_ps(rows[i].0, rows[i + 1].0);
+            }
+            let pd = |x| _mm512_castps_pd(x);
+            let ps = |x| _mm512_castpd_ps(x);
+            let mut u = [_mm512_setzero_ps(); 16];
+            for i in (0..16).step_by(4) {
+                u[i] = ps(_mm512_unpacklo_pd(pd(t[i]), pd(t[i + 2])));
+                u[i + 1] = ps(_mm512_unpackhi_pd(pd(t[i]), pd(t[i + 2])));
+                u[i + 2] = ps(_mm512_unpacklo_pd(pd(t[i + 1]), pd(t[i + 3])));
+                u[i + 3] = ps(_mm512_unpackhi_pd(pd(t[i + 1]), pd(t[i + 3])));
+            }
+            for i in 0..4 {
+                let a = _mm512_shuffle_f32x4::<0x88>(u[i], u[i + 4]);
+                let b = _mm512_shuffle_f32x4::<0xdd>(u[i], u[i + 4]);
+                let c = _mm512_shuffle_f32x4::<0x88>(u[i + 8], u[i + 12]);
+                let d = _mm512_shuffle_f32x4::<0xdd>(u[i + 8], u[i + 12]);
+                rows[i] = F32x16(_mm512_shuffle_f32x4::<0x88>(a, c));
+                rows[i + 4] = F32x16(_mm512_shuffle_f32x4::<0x88>(b, d));
+                rows[i + 8] = F32x16(_mm512_shuffle_f32x4::<0xdd>(a, c));
+                rows[i + 12] = F32x16(_mm512_shuffle_f32x4::<0xdd>(b, d));
+            }
+        })
+    }
 }
 
 // SAFETY: the unaligned 512-bit loads and stores touch exactly 8 f64.
@@ -203,6 +234,27 @@ unsafe impl Vector for F64x8 {
     #[inline(always)]
     unsafe fn iota() -> Self {
         isa!(F64x8(_mm512_setr_pd(0., 1., 2., 3., 4., 5., 6., 7.)))
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+        isa!({
+            let mut t = [_mm512_setzero_pd(); 8];
+            for i in (0..8).step_by(2) {
+                t[i] = _mm512_unpacklo_pd(rows[i].0, rows[i + 1].0);
+                t[i + 1] = _mm512_unpackhi_pd(rows[i].0, rows[i + 1].0);
+            }
+            for i in 0..2 {
+                let a = _mm512_shuffle_f64x2::<0x88>(t[i], t[i + 2]);
+                let b = _mm512_shuffle_f64x2::<0xdd>(t[i], t[i + 2]);
+                let c = _mm512_shuffle_f64x2::<0x88>(t[i + 4], t[i + 6]);
+                let d = _mm512_shuffle_f64x2::<0xdd>(t[i + 4], t[i + 6]);
+                rows[i] = F64x8(_mm512_shuffle_f64x2::<0x88>(a, c));
+                rows[i + 2] = F64x8(_mm512_shuffle_f64x2::<0x88>(b, d));
+                rows[i + 4] = F64x8(_mm512_shuffle_f64x2::<0xdd>(a, c));
+                rows[i + 6] = F64x8(_mm512_shuffle_f64x2::<0xdd>(b, d));
+            }
+        })
     }
 }
 

@@ -60,6 +60,21 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn reduce_add(self) -> Self::E;
     /// 0, 1, 2, …
     unsafe fn iota() -> Self;
+    /// Transposes the square that `LANES` registers are: `rows` has that many.
+    unsafe fn transpose(rows: &mut [Self; MAX_LANES]);
+}
+
+/// Asks for the cache line at `at`, which need not be readable.
+#[inline(always)]
+pub(crate) fn prefetch<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is part of x86-64, and a prefetch of any address is sound.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
 }
 
 /// A vector that can be filled from and stored to elements of another type.

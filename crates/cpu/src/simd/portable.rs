@@ -5,7 +5,7 @@
 use tilewise_core::half::{bf16, f16};
 use wide::{f32x8, f64x4, i32x8, i64x4};
 
-use super::{Convert, Vector, load_by_element, store_by_element};
+use super::{Convert, MAX_LANES, Vector, load_by_element, store_by_element};
 
 /// 8 lanes of f32.
 #[derive(Clone, Copy)]
@@ -104,6 +104,16 @@ macro_rules! portable {
             #[inline(always)]
             unsafe fn iota() -> Self {
                 $name($wide::new($iota))
+            }
+            #[inline(always)]
+            unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
+                let mut square = [$wide::splat(0.0); $lanes];
+                for (to, from) in square.iter_mut().zip(rows.iter()) {
+                    *to = from.0;
+                }
+                for (to, from) in rows.iter_mut().zip($wide::transpose(square)) {
+                    to.0 = from;
+                }
             }
         }
     };

@@ -1,0 +1,96 @@
+//! What a call allocates, counted: packed K and V of the heads in flight and a tile a thread, never
+//! N².
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tilewise_core::{Algorithm, Backend, Inputs, Options, Problem, TensorView, TensorViewMut};
+use tilewise_cpu::CpuBackend;
+
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes on to the system's allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Peak of extra heap during a call, and what the backend said beforehand.
+fn peak(algorithm: Algorithm, heads: usize, n: usize, d: usize, threads: usize) -> (usize, usize) {
+    let data: Vec<f32> = (0..heads * n * d)
+        .map(|i| (i % 17) as f32 * 0.1 - 0.8)
+        .collect();
+    let view = TensorView::bhsd(&data, [1, heads, n, d]).unwrap();
+    let inputs = Inputs::new(view, view, view);
+    let problem = Problem::new(&inputs, &Options::new().causal(true)).unwrap();
+    let mut out = vec![0.0f32; data.len()];
+    let backend = CpuBackend::new().unwrap();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .unwrap();
+    pool.install(|| {
+        let said = backend.workspace_bytes(&problem, algorithm) as usize;
+        let before = NOW.load(Ordering::Relaxed);
+        PEAK.store(before, Ordering::Relaxed);
+        let out = TensorViewMut::bhsd(&mut out, [1, heads, n, d]).unwrap();
+        backend
+            .forward_into(&problem, &inputs, algorithm, out, None)
+            .unwrap();
+        (PEAK.load(Ordering::Relaxed) - before, said)
+    })
+}
+
+// One test: the counters are the process's.
+#[test]
+fn extra_memory_is_linear_and_as_announced() {
+    let d = 64;
+    for threads in [1, 2] {
+        for algorithm in Algorithm::ALL {
+            // The first call fills what rayon and the library keep.
+            peak(algorithm, 2, 256, d, threads);
+            for (heads, n) in [(1, 300), (4, 1024), (3, 2048)] {
+                let (extra, said) = peak(algorithm, heads, n, d, threads);
+                assert!(
+                    extra <= said + said / 8 + (64 << 10),
+                    "{algorithm}, {threads} threads, {heads} heads, {n}: {extra} of {said} bytes"
+                );
+            }
+        }
+        let (extra, _) = peak(Algorithm::Fa2, 4, 4096, d, threads);
+        let packed = 2 * 4096 * d * size_of::<f32>();
+        // Three heads in flight at most on two threads, one on one; half a MiB a thread besides.
+        let in_flight = if threads == 1 { 1 } else { 3 };
+        assert!(extra <= in_flight * packed + threads * (1 << 20), "{extra}");
+        assert!(
+            extra < 4096 * 4096 * size_of::<f32>() / 4,
+            "{extra} is like N²"
+        );
+        let (twice, _) = peak(Algorithm::Fa2, 4, 8192, d, threads);
+        assert!(
+            twice < 2 * extra + (64 << 10),
+            "{extra} then {twice}: not linear"
+        );
+    }
+}
