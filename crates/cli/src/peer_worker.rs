@@ -78,7 +78,8 @@ struct WireShape {
 
 /// One prepared problem.
 trait Case {
-    /// Runs attention once, into outputs allocated for the call as a caller of the library has them.
+    /// Runs attention once. The first call allocates the outputs, later ones write them anew: the
+    /// library's primitive takes the caller's memory.
     fn call(&mut self) -> Result<()>;
     /// The last output.
     fn output(&self) -> Result<Vec<f32>>;
@@ -233,9 +234,12 @@ impl<T: Element> Prepared<T> {
 
 impl<T: Element> Case for Prepared<T> {
     fn call(&mut self) -> Result<()> {
-        self.last = None;
+        let last = self.last.take();
         let (problem, inputs) = self.problem()?;
-        let mut outputs = Outputs::new(&problem)?;
+        let mut outputs = match last {
+            Some(outputs) => outputs,
+            None => Outputs::new(&problem)?,
+        };
         let (out, lse) = outputs.views_mut()?;
         self.backend.forward(
             &problem,

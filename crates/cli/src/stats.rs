@@ -11,18 +11,19 @@ impl Samples {
         self.0.push(time.as_secs_f64() * 1e3);
     }
 
+    /// Times measured elsewhere, in milliseconds.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn from_ms(ms: Vec<f64>) -> Self {
+        Samples(ms)
+    }
+
     /// Milliseconds, in the order in which they were taken.
     pub(crate) fn ms(&self) -> &[f64] {
         &self.0
     }
 
-    /// The `p`-quantile in milliseconds, linear between neighbours; `None` without samples.
     fn quantile(&self, p: f64) -> Option<f64> {
-        let mut sorted = self.0.clone();
-        sorted.sort_by(f64::total_cmp);
-        let at = p * sorted.len().checked_sub(1)? as f64;
-        let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
-        Some(low + (high - low) * at.fract())
+        quantile(&self.0, p)
     }
 
     pub(crate) fn median(&self) -> Option<f64> {
@@ -44,17 +45,31 @@ impl Samples {
     }
 }
 
+/// The `p`-quantile, linear between neighbours; `None` without samples.
+fn quantile(samples: &[f64], p: f64) -> Option<f64> {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let at = p * sorted.len().checked_sub(1)? as f64;
+    let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
+    Some(low + (high - low) * at.fract())
+}
+
+pub(crate) fn median(samples: &[f64]) -> Option<f64> {
+    quantile(samples, 0.5)
+}
+
 /// How often a call is timed.
 ///
-/// A count asked for is kept. Otherwise about a second is spent, on 3 to `most` calls, on a single one
-/// where that alone takes more than the second.
+/// A count asked for is kept. Otherwise about a second is spent, on 3 to `most` calls; a call of
+/// more than five seconds is timed once.
 pub(crate) fn repeats(asked: Option<usize>, first: Duration, most: usize) -> usize {
-    let fit = (1.0 / first.as_secs_f64().max(1e-6)) as usize;
-    asked.unwrap_or(match fit {
-        0 => 1,
-        1..3 => 3,
-        fit => fit.min(most),
-    })
+    let first = first.as_secs_f64().max(1e-6);
+    let fit = if first > 5.0 {
+        1
+    } else {
+        ((1.0 / first) as usize).clamp(3, most)
+    };
+    asked.unwrap_or(fit)
 }
 
 #[cfg(test)]
@@ -81,7 +96,7 @@ mod tests {
     fn slow_calls_are_repeated_less_and_a_count_asked_for_is_kept() {
         assert_eq!(repeats(Some(7), Duration::from_secs(100), 30), 7);
         assert_eq!(repeats(None, Duration::from_secs(100), 30), 1);
-        assert_eq!(repeats(None, Duration::from_millis(800), 30), 3);
+        assert_eq!(repeats(None, Duration::from_millis(1800), 30), 3);
         assert_eq!(repeats(None, Duration::from_millis(100), 30), 10);
         assert_eq!(repeats(None, Duration::from_micros(1), 30), 30);
     }

@@ -403,6 +403,23 @@ fn options_of_a_case_file_are_taken_and_can_be_overridden() {
 }
 
 #[test]
+fn conformance_cases_are_inputs_too() {
+    for (case, fact) in [
+        ("d-pag-01", "page_size"),
+        ("d-ali-01", "alibi"),
+        ("d-aln-01", "bias"),
+        ("d-msk-01", "mask"),
+    ] {
+        let path = format!("tests/conformance/attn/{case}.safetensors");
+        let report = json(&["compare", &path, "--backends", "cpu", "--repeat", "1"], 0);
+        assert_passes(&report);
+        assert_eq!(report["file"]["pass"], true, "{case}");
+        let fact = &report["problem"][fact];
+        assert!(fact == true || fact.is_u64(), "{case}: {fact}");
+    }
+}
+
+#[test]
 fn faults_are_one_line_and_status_2() {
     let folder = Folder::new();
     let path = folder.file("half.safetensors");

@@ -71,6 +71,41 @@ fn bench_writes_csv_and_markdown() {
 }
 
 #[test]
+fn bench_relates_to_measured_ceilings() {
+    let shapes = [
+        "bench",
+        "--backends",
+        "cpu",
+        "--algorithms",
+        "fa2",
+        "--repeat",
+        "3",
+        "--ceilings",
+    ];
+    let with = |extra: &[&'static str]| -> Vec<&'static str> {
+        shapes.iter().chain(extra).copied().collect()
+    };
+    let report = json(
+        &with(&["--shapes", "1,4,4,256,256,64", "1,4,1,1,4096,64"]),
+        0,
+    );
+    let rows = report["results"].as_array().unwrap();
+    for row in rows {
+        let number = |name: &str| row[name].as_f64().unwrap();
+        let fma = number("gflops") / number("fma_gflops");
+        let read = number("gbps") / number("read_gbps");
+        assert!(
+            (number("ceiling_share") / fma.max(read) - 1.0).abs() < 1e-9,
+            "{row:#}"
+        );
+        assert_eq!(row["ceiling"], if fma >= read { "fma" } else { "read" });
+        assert!(number("ceiling_share") > 0.0);
+    }
+    let text = stdout(&with(&["--shapes", "1,1,1,64,64,64"]), 0);
+    assert!(text.contains("of ceiling"), "{text}");
+}
+
+#[test]
 fn bench_refuses_shapes_that_are_none() {
     let output = tilewise()
         .args(["bench", "--shapes", "1,2,3"])

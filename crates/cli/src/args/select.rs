@@ -40,6 +40,7 @@ pub(crate) struct SelectArgs {
 /// One thing to run: a backend, perhaps with a forced instruction set, and an algorithm.
 #[derive(Clone, Debug)]
 pub(crate) struct Lane {
+    pub(crate) kind: BackendKind,
     /// Name of the backend, as the command line takes it.
     pub(crate) name: String,
     /// Instruction set asked for.
@@ -89,6 +90,7 @@ impl SelectArgs {
                     }),
                 };
                 lanes.extend(self.algorithms.iter().map(|algorithm| Lane {
+                    kind,
                     name: kind.to_string(),
                     isa: isa.clone(),
                     algorithm: algorithm.resolve(),

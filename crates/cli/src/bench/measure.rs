@@ -3,9 +3,12 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use tilewise::{Backend, Element, Inputs, Problem, TensorView};
+use tilewise::cpu::Isa;
+use tilewise::{Backend, BackendKind, Element, Inputs, Problem, TensorView};
 
 use super::BenchArgs;
+use super::ceilings::Ceilings;
+use super::device::Devices;
 use super::report::Row;
 use crate::args::select::Lane;
 use crate::output::Outputs;
@@ -13,6 +16,7 @@ use crate::shapes::Shape;
 use crate::stats::{self, Samples};
 use crate::{random, ui};
 
+/// A lane on the host that is warm.
 struct Timed<'a> {
     row: usize,
     lane: &'a Lane,
@@ -26,9 +30,61 @@ pub(super) fn shape<T: Element>(
     args: &BenchArgs,
     shape: &Shape,
     lanes: &[Lane],
+    devices: &mut Devices,
     pool: &rayon::ThreadPool,
 ) -> Result<Vec<Row>> {
-    let d = shape.dims;
+    let problem = Problem::dense(shape.dims, T::DTYPE, &shape.options())
+        .with_context(|| format!("--shapes {shape}"))?;
+    let threads = pool.current_num_threads();
+    let mut rows: Vec<Row> = lanes
+        .iter()
+        .map(|lane| Row::new(shape, lane, T::DTYPE, threads))
+        .collect();
+    let mut host = Vec::new();
+    for (at, lane) in lanes.iter().enumerate() {
+        let refusal = match &lane.backend {
+            Ok(backend) => refusal(args, backend.as_ref(), &problem, lane),
+            Err(reason) => Some(reason.clone()),
+        };
+        if refusal.is_some() {
+            rows[at].reason = refusal;
+        } else if let BackendKind::Cuda { ordinal } = lane.kind {
+            match devices.time(ordinal, &problem, lane.algorithm, args.repeat) {
+                Ok(samples) => rows[at].measured(&problem, &samples),
+                Err(reason) => rows[at].reason = Some(reason),
+            }
+        } else {
+            host.push((at, lane));
+        }
+    }
+    if !host.is_empty() {
+        on_host::<T>(args, &problem, &host, &mut rows, pool)?;
+    }
+    Ok(rows)
+}
+
+/// Why a lane is not run.
+fn refusal(
+    args: &BenchArgs,
+    backend: &dyn Backend,
+    problem: &Problem,
+    lane: &Lane,
+) -> Option<String> {
+    if let Err(error) = backend.supports(problem, lane.algorithm) {
+        return Some(error.to_string());
+    }
+    let workspace = backend.workspace_bytes(problem, lane.algorithm);
+    (workspace > args.memory_limit).then(|| ui::over_limit(workspace, args.memory_limit))
+}
+
+fn on_host<T: Element>(
+    args: &BenchArgs,
+    problem: &Problem,
+    lanes: &[(usize, &Lane)],
+    rows: &mut [Row],
+    pool: &rayon::ThreadPool,
+) -> Result<()> {
+    let d = problem.dims();
     let tensor = |name: &str, shape: [usize; 4]| -> Result<Vec<T>> {
         random::normal(args.seed, name, random::count(name, shape)?)
     };
@@ -45,34 +101,39 @@ pub(super) fn shape<T: Element>(
         TensorView::bhsd(&k, k_shape)?,
         TensorView::bhsd(&v, v_shape)?,
     );
-    let problem =
-        Problem::new(&inputs, &shape.options()).with_context(|| format!("--shapes {shape}"))?;
-    let mut outputs = Outputs::<T>::new(&problem)?;
+    let mut outputs = Outputs::<T>::new(problem)?;
 
-    let mut rows = Vec::new();
     let mut timed = Vec::new();
-    for (at, lane) in lanes.iter().enumerate() {
-        let mut row = Row::new(shape, lane, T::DTYPE, pool.current_num_threads());
-        match warm_up(args, &problem, &inputs, lane, &mut outputs, pool) {
-            Ok(warm) => {
-                row.isa = Some(warm.isa);
+    for &(row, lane) in lanes {
+        let Ok(backend) = &lane.backend else { continue };
+        let backend = backend.as_ref();
+        // Two calls that do not count: the second found caches, threads and memory ready.
+        let mut warm = || time(backend, problem, &inputs, lane, &mut outputs, pool);
+        match warm().and_then(|_| warm()) {
+            Ok((time, isa)) => {
+                rows[row].isa = Some(isa);
                 timed.push(Timed {
-                    row: at,
+                    row,
                     lane,
-                    backend: warm.backend,
-                    left: stats::repeats(args.repeat.map(|n| n as usize), warm.time, 100),
+                    backend,
+                    left: stats::repeats(args.repeat.map(|n| n as usize), time, 100),
                     samples: Samples::default(),
                 });
             }
-            Err(reason) => row.reason = Some(reason),
+            Err(error) => rows[row].reason = Some(error.to_string()),
         }
-        rows.push(row);
     }
-    while timed.iter().any(|lane| lane.left > 0) {
+    let mut ceilings = ceilings(args, problem, rows, pool.current_num_threads());
+    let rounds = timed.iter().map(|lane| lane.left).max().unwrap_or(0);
+    for round in 0..rounds {
+        // Before, amid and after the timings: the machine's pace may change meanwhile.
+        if round == 0 || round == rounds / 2 {
+            ceilings.iter_mut().try_for_each(Ceilings::measure)?;
+        }
         for lane in timed.iter_mut().filter(|lane| lane.left > 0) {
             let call = time(
                 lane.backend,
-                &problem,
+                problem,
                 &inputs,
                 lane.lane,
                 &mut outputs,
@@ -88,41 +149,29 @@ pub(super) fn shape<T: Element>(
             }
         }
     }
+    ceilings.iter_mut().try_for_each(Ceilings::measure)?;
     for lane in timed {
         let row = &mut rows[lane.row];
         if row.reason.is_none() {
-            row.measured(&problem, &lane.samples);
+            row.measured(problem, &lane.samples);
+            let of_its_isa = |c: &&Ceilings| Some(c.isa().name()) == row.isa.as_deref();
+            if let Some(ceiling) = ceilings.iter().find(of_its_isa) {
+                row.related(problem, ceiling.ceiling());
+            }
         }
     }
-    Ok(rows)
+    Ok(())
 }
 
-struct Warm<'a> {
-    backend: &'a dyn Backend,
-    isa: String,
-    /// Of the second call, which found caches, threads and memory ready.
-    time: Duration,
-}
-
-/// Two calls that do not count; or why there is nothing to time.
-fn warm_up<'a, T: Element>(
-    args: &BenchArgs,
-    problem: &Problem,
-    inputs: &Inputs<'_, T>,
-    lane: &'a Lane,
-    outputs: &mut Outputs<T>,
-    pool: &rayon::ThreadPool,
-) -> Result<Warm<'a>, String> {
-    let backend = lane.backend.as_ref().map_err(Clone::clone)?.as_ref();
-    let say = |error: tilewise::Error| error.to_string();
-    backend.supports(problem, lane.algorithm).map_err(say)?;
-    let workspace = backend.workspace_bytes(problem, lane.algorithm);
-    if workspace > args.memory_limit {
-        return Err(ui::over_limit(workspace, args.memory_limit));
-    }
-    let (_, isa) = time(backend, problem, inputs, lane, outputs, pool).map_err(say)?;
-    let (time, _) = time(backend, problem, inputs, lane, outputs, pool).map_err(say)?;
-    Ok(Warm { backend, isa, time })
+/// What is to be measured for the instruction sets of `rows`.
+fn ceilings(args: &BenchArgs, problem: &Problem, rows: &[Row], threads: usize) -> Vec<Ceilings> {
+    let isas = Isa::ALL.into_iter().filter(|isa| {
+        rows.iter()
+            .any(|row| row.backend == "cpu" && row.isa.as_deref() == Some(isa.name()))
+    });
+    isas.filter(|_| args.ceilings)
+        .map(|isa| Ceilings::new(isa, problem, threads))
+        .collect()
 }
 
 fn time<T: Element>(

@@ -1,5 +1,7 @@
 //! `tilewise bench`: timings over shapes, dtypes, backends, algorithms, instruction sets, threads.
 
+mod ceilings;
+mod device;
 mod measure;
 mod report;
 
@@ -7,8 +9,8 @@ use std::num::NonZeroUsize;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use tilewise::DType;
 use tilewise::half::{bf16, f16};
+use tilewise::{DType, Problem};
 
 use crate::args::select::{self, SelectArgs};
 use crate::cli::Verdict;
@@ -21,7 +23,8 @@ use report::{Format, Report};
 ///
 /// Inputs are standard normal. Each call is the whole of attention, outputs preallocated. Every
 /// combination is warmed up, then those of one shape are timed in turn (A B C, A B C, …), and the
-/// median is reported with its spread: the distance between the quartiles over the median.
+/// median is reported with its spread: the distance between the quartiles over the median. On
+/// CUDA, inputs lie on the device and its events time the kernels, with its cache flushed before.
 /// GFLOP/s counts 2·(d + dv) operations for each live pair of query and key; GB/s counts K and V
 /// read once.
 #[derive(Args, Clone, Debug)]
@@ -66,6 +69,12 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = ui::parse_bytes, help_heading = "Measurement")]
     memory_limit: u64,
 
+    /// Measure what the machine could do at most between the timings: fused multiply-adds from
+    /// registers, and reading as many bytes as K and V have. `ceiling_share` is the time that the
+    /// slower of the two would take at that rate over the median time
+    #[arg(long, help_heading = "Measurement")]
+    ceilings: bool,
+
     /// Seed of the inputs
     #[arg(long, default_value_t = 0, help_heading = "Measurement")]
     seed: u64,
@@ -81,6 +90,15 @@ pub(crate) struct BenchArgs {
     /// Print a Markdown table
     #[arg(long, group = "format", help_heading = "Output")]
     markdown: bool,
+}
+
+/// Bytes of K and V.
+fn kv_bytes(problem: &Problem) -> f64 {
+    let dims = problem.dims();
+    (dims.batch * dims.num_kv_heads) as f64
+        * dims.seqlen_k as f64
+        * (dims.head_dim + dims.head_dim_v) as f64
+        * problem.dtype().size() as f64
 }
 
 impl BenchArgs {
@@ -106,6 +124,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Verdict> {
 
     let bar = ui::progress((shapes.len() * args.dtype.len() * threads.len()) as u64);
     let mut results = Vec::new();
+    let mut devices = device::Devices::default();
     for &threads in &threads {
         let pool = select::pool(threads)?;
         for shape in &shapes {
@@ -115,10 +134,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Verdict> {
                     pool.current_num_threads()
                 ));
                 let rows = match dtype {
-                    DType::F64 => measure::shape::<f64>(args, shape, &lanes, &pool),
-                    DType::F32 => measure::shape::<f32>(args, shape, &lanes, &pool),
-                    DType::F16 => measure::shape::<f16>(args, shape, &lanes, &pool),
-                    DType::BF16 => measure::shape::<bf16>(args, shape, &lanes, &pool),
+                    DType::F64 => measure::shape::<f64>(args, shape, &lanes, &mut devices, &pool),
+                    DType::F32 => measure::shape::<f32>(args, shape, &lanes, &mut devices, &pool),
+                    DType::F16 => measure::shape::<f16>(args, shape, &lanes, &mut devices, &pool),
+                    DType::BF16 => measure::shape::<bf16>(args, shape, &lanes, &mut devices, &pool),
                     other => bail!("--dtype: {other} cannot be timed"),
                 }?;
                 results.extend(rows);

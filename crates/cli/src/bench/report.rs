@@ -6,6 +6,7 @@ use anyhow::Result;
 use serde::Serialize;
 use tilewise::{DType, Problem};
 
+use super::ceilings::Ceiling;
 use crate::args::select::Lane;
 use crate::environment::Environment;
 use crate::shapes::Shape;
@@ -48,6 +49,13 @@ pub(super) struct Row {
     pub(super) gflops: Option<f64>,
     /// K and V, each read once, over the median time.
     pub(super) gbps: Option<f64>,
+    /// What the machine could do at most, if that was measured.
+    pub(super) fma_gflops: Option<f64>,
+    pub(super) read_gbps: Option<f64>,
+    /// The least time at the slower of the two rates, over the median time.
+    pub(super) ceiling_share: Option<f64>,
+    /// The slower of the two: `fma` or `read`.
+    pub(super) ceiling: Option<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
@@ -91,22 +99,33 @@ impl Row {
             samples_ms: Vec::new(),
             gflops: None,
             gbps: None,
+            fma_gflops: None,
+            read_gbps: None,
+            ceiling_share: None,
+            ceiling: None,
         }
     }
 
     pub(super) fn measured(&mut self, problem: &Problem, samples: &Samples) {
-        let dims = problem.dims();
-        let kv_bytes = (dims.batch * dims.num_kv_heads) as f64
-            * dims.seqlen_k as f64
-            * (dims.head_dim + dims.head_dim_v) as f64
-            * problem.dtype().size() as f64;
         self.median_ms = samples.median();
         self.min_ms = samples.min();
         self.max_ms = samples.max();
         self.spread = samples.spread();
         self.samples_ms = samples.ms().to_vec();
         self.gflops = self.median_ms.map(|ms| problem.flops() / ms / 1e6);
-        self.gbps = self.median_ms.map(|ms| kv_bytes / ms / 1e6);
+        self.gbps = self.median_ms.map(|ms| super::kv_bytes(problem) / ms / 1e6);
+    }
+
+    /// Sets the figures in relation to what the machine could do at most.
+    pub(super) fn related(&mut self, problem: &Problem, ceiling: Option<Ceiling>) {
+        let (Some(ceiling), Some(ms)) = (ceiling, self.median_ms) else {
+            return;
+        };
+        let (share, bound) = ceiling.share(problem, ms);
+        self.fma_gflops = Some(ceiling.fma_gflops);
+        self.read_gbps = Some(ceiling.read_gbps);
+        self.ceiling_share = Some(share);
+        self.ceiling = Some(bound);
     }
 
     pub(super) fn timed(&self) -> bool {
@@ -114,7 +133,7 @@ impl Row {
     }
 
     /// As many as [`HEADER`] has.
-    fn cells(&self) -> [String; 10] {
+    fn cells(&self) -> [String; 11] {
         [
             self.shape.text.clone(),
             self.dtype.into(),
@@ -129,11 +148,15 @@ impl Row {
             },
             significant(self.gflops),
             significant(self.gbps),
+            match (self.ceiling_share, self.ceiling) {
+                (Some(share), Some(ceiling)) => format!("{:.0}% {ceiling}", share * 100.0),
+                _ => "-".into(),
+            },
         ]
     }
 }
 
-const HEADER: [&str; 10] = [
+const HEADER: [&str; 11] = [
     "b,hq,hkv,sq,sk,d",
     "dtype",
     "backend",
@@ -144,6 +167,7 @@ const HEADER: [&str; 10] = [
     "spread",
     "GFLOP/s",
     "GB/s",
+    "of ceiling",
 ];
 /// Columns that are aligned left.
 const LEFT: usize = 5;
@@ -171,6 +195,12 @@ impl Report {
         text
     }
 
+    /// Columns to show: the last stays away where no ceiling was measured.
+    fn columns(&self) -> usize {
+        let related = self.results.iter().any(|row| row.ceiling_share.is_some());
+        HEADER.len() - usize::from(!related)
+    }
+
     fn tail(&self) -> String {
         let mut text = String::new();
         let mut said = Vec::new();
@@ -186,9 +216,10 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mut grid = Grid::new(&HEADER, LEFT);
+        let columns = self.columns();
+        let mut grid = Grid::new(&HEADER[..columns], LEFT);
         for row in self.results.iter().filter(|row| row.timed()) {
-            grid.row(&row.cells().map(plain));
+            grid.row(&row.cells().map(plain)[..columns]);
         }
         let tail = self.tail();
         let gap = if tail.is_empty() { "" } else { "\n" };
@@ -199,13 +230,14 @@ impl Report {
         let mut text = self.head();
         text.push('\n');
         let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
-        text.push_str(&line(&HEADER.map(String::from)));
-        let rule: Vec<String> = (0..HEADER.len())
+        let columns = self.columns();
+        text.push_str(&line(&HEADER.map(String::from)[..columns]));
+        let rule: Vec<String> = (0..columns)
             .map(|column| if column < LEFT { "---" } else { "---:" }.into())
             .collect();
         text.push_str(&line(&rule));
         for row in self.results.iter().filter(|row| row.timed()) {
-            text.push_str(&line(&row.cells()));
+            text.push_str(&line(&row.cells()[..columns]));
         }
         let tail = self.tail();
         if !tail.is_empty() {
@@ -218,7 +250,8 @@ impl Report {
     fn csv(&self) -> String {
         let mut text = String::from(
             "b,hq,hkv,sq,sk,d,dv,causal,dtype,backend,algorithm,isa,threads,\
-             median_ms,min_ms,max_ms,spread,samples,gflops,gbps,reason\n",
+             median_ms,min_ms,max_ms,spread,samples,gflops,gbps,\
+             fma_gflops,read_gbps,ceiling_share,ceiling,reason\n",
         );
         let number = |x: Option<f64>| x.map(|x| x.to_string()).unwrap_or_default();
         for row in &self.results {
@@ -244,6 +277,10 @@ impl Report {
                 row.samples_ms.len().to_string(),
                 number(row.gflops),
                 number(row.gbps),
+                number(row.fma_gflops),
+                number(row.read_gbps),
+                number(row.ceiling_share),
+                row.ceiling.unwrap_or_default().to_string(),
                 quoted(row.reason.as_deref().unwrap_or_default()),
             ];
             text.push_str(&cells.join(","));
