@@ -85,12 +85,19 @@ impl Engine {
                 Ok(backend) => candidates.push((kind, backend)),
                 Err(error) => {
                     tracing::info!(%kind, %error, "backend passed over");
-                    missing.push((kind, error.to_string()));
+                    let reason = match error {
+                        Error::Unavailable { reason, .. } => reason,
+                        other => other.to_string(),
+                    };
+                    missing.push((kind, reason));
                 }
             }
         }
         if candidates.is_empty() {
-            let reasons: Vec<String> = missing.into_iter().map(|(_, reason)| reason).collect();
+            let reasons: Vec<String> = missing
+                .into_iter()
+                .map(|(kind, reason)| format!("{kind}: {reason}"))
+                .collect();
             return Err(Error::Unavailable {
                 backend: "auto".into(),
                 reason: reasons.join("; "),

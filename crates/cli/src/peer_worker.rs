@@ -40,7 +40,7 @@ pub(crate) struct PeerWorkerArgs {
     backend: BackendKind,
 
     /// Threads
-    #[arg(long, env = "BENCH_THREADS")]
+    #[arg(long, env = "BENCH_THREADS", value_parser = select::parse_threads)]
     threads: Option<NonZeroUsize>,
 }
 

@@ -1,6 +1,7 @@
 //! `tilewise run`: attention of the input files, written to a file.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -43,8 +44,8 @@ pub(crate) struct RunArgs {
     isa: Option<String>,
 
     /// Threads of the CPU backend [default: RAYON_NUM_THREADS, then all]
-    #[arg(long, value_name = "N")]
-    threads: Option<std::num::NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = select::parse_threads)]
+    threads: Option<NonZeroUsize>,
 
     /// File to write: o with the axes of q, lse without the last of them
     #[arg(short, long, value_name = "OUT.safetensors")]
@@ -146,8 +147,8 @@ fn forward<T: Element + Plain>(args: &RunArgs, loaded: &Loaded<T>) -> Result<()>
             "ms": ms,
         }));
     }
-    for reason in passed_over {
-        ui::note(&format!("passed over {reason}"));
+    for (kind, reason) in &info.passed_over {
+        ui::note(&format!("{kind} passed over: {reason}"));
     }
     Ok(ui::print(&format!(
         "{}: o {o_shape:?} {}, lse {lse_shape:?} f32 ({} {algorithm} {isa}, {} ms)\n",

@@ -112,6 +112,11 @@ fn bench_refuses_shapes_that_are_none() {
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
+    let output = tilewise()
+        .args(["bench", "--threads", "99999"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
     let text = error(&["bench", "--backends", "cpu", "--shapes", "1,3,2,4,4,8"]);
     assert!(
         text.contains("1,3,2,4,4,8") && text.contains("num_heads"),

@@ -121,6 +121,14 @@ pub(crate) fn all_available(lanes: &[Lane]) -> Result<()> {
     }
 }
 
+/// A number of threads that a machine could have: the system would be asked for each of them.
+pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
+    match text.parse::<NonZeroUsize>() {
+        Ok(n) if n.get() <= 4096 => Ok(n),
+        _ => Err("expected a number from 1 to 4096".into()),
+    }
+}
+
 /// A pool of `threads` threads, or of as many as rayon makes by default.
 pub(crate) fn pool(threads: Option<NonZeroUsize>) -> Result<rayon::ThreadPool> {
     rayon::ThreadPoolBuilder::new()

@@ -57,6 +57,7 @@ pub(crate) struct BenchArgs {
         long,
         value_name = "LIST",
         value_delimiter = ',',
+        value_parser = select::parse_threads,
         help_heading = "Selection"
     )]
     threads: Vec<NonZeroUsize>,

@@ -39,7 +39,7 @@ pub(crate) struct CompareArgs {
     select: SelectArgs,
 
     /// Threads of the CPU backend [default: RAYON_NUM_THREADS, then all]
-    #[arg(long, value_name = "N", help_heading = "Selection")]
+    #[arg(long, value_name = "N", value_parser = select::parse_threads, help_heading = "Selection")]
     threads: Option<NonZeroUsize>,
 
     /// Timed calls of each [default: about a second's worth, 3 to 30]
