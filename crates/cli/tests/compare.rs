@@ -60,10 +60,6 @@ fn the_real_file_passes_as_json() {
         assert!((row["gflops"].as_f64().unwrap() / gflops - 1.0).abs() < 1e-9);
     }
     assert_eq!(rows[0]["speedup_vs_standard"], 1.0);
-    // 12 heads of 196 × 196 scores are what `standard` is there to show.
-    let extra = |row: usize| rows[row]["peak_extra_bytes"].as_u64().unwrap();
-    assert!(extra(0) > extra(2), "{report:#}");
-
     insta::assert_json_snapshot!("real_file_json", report, {
         ".environment.version" => "[version]",
         ".environment.os" => "[os]",
@@ -214,6 +210,9 @@ fn what_needs_too_much_memory_is_skipped_and_says_so() {
             "1",
             "--reference-rows",
             "64",
+            // Scratch grows with the threads, of which a machine may have many.
+            "--threads",
+            "2",
             "--memory-limit",
             limit,
             "--algorithms",
@@ -232,6 +231,10 @@ fn what_needs_too_much_memory_is_skipped_and_says_so() {
         "{fa2:#}"
     );
     assert!(fa2["speedup_vs_standard"].is_null());
+    // The scores and nothing else are what makes the difference, and they are seen if allowed.
+    let report = json(&limited("1GiB", "standard"), 0);
+    let extra = report["results"][0]["peak_extra_bytes"].as_u64().unwrap();
+    assert!(extra >= 2048 * 2048 * 4, "{report:#}");
     // If nothing is left to run, nothing was compared.
     let error = error(&limited("0", "standard"));
     assert!(error.contains("nothing ran"), "{error}");
