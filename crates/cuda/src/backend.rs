@@ -1,5 +1,5 @@
 //! The backend the facade holds: one GPU, host views in and out (copies, and says so), device memory
-//! through [`ops`](crate::ops) and [`state`](crate::state).
+//! through [`ops`] and [`state`](crate::state).
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};

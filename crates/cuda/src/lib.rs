@@ -1,6 +1,6 @@
 //! Attention on NVIDIA GPUs (Ampere and later), one binary for every host.
 //!
-//! Nothing CUDA is needed to build this crate, and nothing of it is assumed at run time: [`probe`]
+//! Nothing CUDA is needed to build this crate, and nothing of it is assumed at run time: [`probe()`]
 //! looks for the driver, its version, devices and NVRTC without calling anything that could panic,
 //! and every lack is named in [`Device::status`] and in the error of [`CudaBackend::new`].
 //!
