@@ -206,7 +206,17 @@ impl Report {
         let mut said = Vec::new();
         for row in &self.results {
             let Some(reason) = &row.reason else { continue };
-            let line = format!("{} {} skipped: {reason}\n", row.backend, row.algorithm);
+            // A backend that is not here skips everything for one reason: said once.
+            let everything = self
+                .results
+                .iter()
+                .filter(|other| other.backend == row.backend)
+                .all(|other| other.reason.as_ref() == Some(reason));
+            let line = if everything {
+                format!("{} skipped: {reason}\n", row.backend)
+            } else {
+                format!("{} {} skipped: {reason}\n", row.backend, row.algorithm)
+            };
             if !said.contains(&line) {
                 text.push_str(&line);
                 said.push(line);
