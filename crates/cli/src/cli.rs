@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 #[cfg(feature = "cuda")]
 use crate::kernels;
-use crate::{bench, check, compare, devices, generate, peer_worker, run};
+use crate::{bench, check, compare, devices, generate, io as io_command, peer_worker, run};
 
 /// Exact attention, one tile at a time, on whichever processor is there
 #[derive(Debug, Parser)]
@@ -24,6 +24,7 @@ enum Command {
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
     Check(check::CheckArgs),
+    Io(io_command::IoArgs),
     Devices(devices::DevicesArgs),
     #[cfg(feature = "cuda")]
     Kernels(kernels::KernelsArgs),
@@ -48,6 +49,7 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Check(args) => check::run(&args),
+        Command::Io(args) => io_command::run(&args),
         Command::Devices(args) => devices::run(&args),
         #[cfg(feature = "cuda")]
         Command::Kernels(args) => kernels::run(&args),

@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod chart;
 mod check;
 mod cli;
 mod compare;
@@ -13,6 +14,7 @@ mod environment;
 mod facts;
 mod generate;
 mod input;
+mod io;
 mod isa;
 #[cfg(feature = "cuda")]
 mod kernels;

@@ -97,7 +97,7 @@ fn forward<T: Element + Plain>(args: &RunArgs, loaded: &Loaded<T>) -> Result<()>
     let [b, h, s, d] = dims.out_shape();
     let mut out = vec![T::default(); b * h * s * d];
     let mut lse = vec![0f32; b * h * s];
-    let out_view = match args.tensors.layout {
+    let out_view = match args.tensors.read.layout {
         Layout::Bhsd => TensorViewMut::bhsd(&mut out, [b, h, s, d]),
         Layout::Bshd => TensorViewMut::bshd(&mut out, [b, h, s, d]),
     }?;
@@ -114,7 +114,7 @@ fn forward<T: Element + Plain>(args: &RunArgs, loaded: &Loaded<T>) -> Result<()>
     })?;
     let ms = start.elapsed().as_secs_f64() * 1e3;
 
-    let (o_shape, lse_shape) = shapes(args.tensors.layout, loaded.rank, [b, h, s, d]);
+    let (o_shape, lse_shape) = shapes(args.tensors.read.layout, loaded.rank, [b, h, s, d]);
     let tensors = [
         Tensor::new("o", &o_shape, &out),
         Tensor::new("lse", &lse_shape, &lse),

@@ -13,6 +13,13 @@ pub(crate) struct TensorArgs {
     #[arg(required = true, value_name = "INPUT")]
     pub(crate) inputs: Vec<PathBuf>,
 
+    #[command(flatten)]
+    pub(crate) read: ReadArgs,
+}
+
+/// How to read input files.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ReadArgs {
     /// Order of the axes of q, k, v and o. Three axes lack the batch, two the heads also
     #[arg(long, value_enum, default_value_t = Layout::Bhsd, help_heading = "Input")]
     pub(crate) layout: Layout,
@@ -73,7 +80,7 @@ fn parse_name(text: &str) -> Result<(String, String), String> {
     Ok((parse_tensor(tensor)?, name.to_string()))
 }
 
-impl TensorArgs {
+impl ReadArgs {
     /// What the file calls `tensor`.
     pub(crate) fn name_of<'a>(&'a self, tensor: &'a str) -> &'a str {
         self.name

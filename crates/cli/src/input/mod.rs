@@ -106,7 +106,7 @@ impl<T: Element> Loaded<T> {
 pub(crate) fn load(args: &TensorArgs, problem: &ProblemArgs) -> Result<AnyLoaded> {
     let source = Source::open(args)?;
     let q = source.required("q")?;
-    let dtype = match args.dtype {
+    let dtype = match args.read.dtype {
         Some(dtype) => dtype,
         None => float(&q)?,
     };
@@ -158,9 +158,9 @@ fn load_as<T: Element + Plain>(
     let mut attention = |name: &str| -> Result<Placed<T>> {
         let tensor = source.required(name)?;
         rounded |= float(&tensor)? != T::DTYPE;
-        let data = elements(&tensor, args.dtype.is_some())?;
+        let data = elements(&tensor, args.read.dtype.is_some())?;
         let (data, strides) = data;
-        let (shape, strides) = axes::attention(name, tensor.shape(), &strides, args.layout)
+        let (shape, strides) = axes::attention(name, tensor.shape(), &strides, args.read.layout)
             .with_context(|| source.file_of(name))?;
         Ok(Placed {
             data,
@@ -203,7 +203,7 @@ fn load_as<T: Element + Plain>(
         }
         None => None,
     };
-    let expected = expected(args.layout, source)?;
+    let expected = expected(args.read.layout, source)?;
     let expected = if rounded && expected.is_some() {
         notes.push(format!(
             "o of the file is not compared: the inputs were converted to {}",
@@ -222,7 +222,7 @@ fn load_as<T: Element + Plain>(
         q,
         k,
         v,
-        bias: bias(source, args.dtype.is_some())?,
+        bias: bias(source, args.read.dtype.is_some())?,
         mask: mask(source)?,
         cu_seqlens_q: integers("cu_seqlens_q")?,
         cu_seqlens_k: integers("cu_seqlens_k")?,

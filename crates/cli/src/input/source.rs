@@ -25,7 +25,7 @@ impl<'a> Source<'a> {
             single: Vec::new(),
         };
         // numpy knows no bf16: its two raw bytes are taken for it only if the user says so.
-        let raw = (args.dtype == Some(DType::BF16)).then_some(Kind::BF16);
+        let raw = (args.read.dtype == Some(DType::BF16)).then_some(Kind::BF16);
         let mut unnamed = Vec::new();
         for input in &args.inputs {
             match named(input) {
@@ -73,7 +73,13 @@ impl<'a> Source<'a> {
     /// # Errors
     /// If it cannot be read, or was given a name that the file does not hold.
     pub(super) fn optional(&self, tensor: &str) -> Result<Option<Tensor<'_>>> {
-        if self.args.ignore.iter().any(|ignored| ignored == tensor) {
+        if self
+            .args
+            .read
+            .ignore
+            .iter()
+            .any(|ignored| ignored == tensor)
+        {
             return Ok(None);
         }
         if let Some((_, file)) = self.single.iter().find(|(known, _)| known == tensor) {
@@ -82,7 +88,7 @@ impl<'a> Source<'a> {
         let Some(whole) = &self.whole else {
             return Ok(None);
         };
-        let name = self.args.name_of(tensor);
+        let name = self.args.read.name_of(tensor);
         if name != tensor {
             // Asked for by name, so its absence is no accident to pass over.
             return Ok(Some(whole.tensor(name)?));
@@ -97,7 +103,7 @@ impl<'a> Source<'a> {
         }
         match &self.whole {
             // The container's own error names the file and what it holds.
-            Some(whole) => Ok(whole.tensor(self.args.name_of(tensor))?),
+            Some(whole) => Ok(whole.tensor(self.args.read.name_of(tensor))?),
             None => bail!("{tensor}: no file given for it (say {tensor}=FILE.npy)"),
         }
     }

@@ -192,6 +192,26 @@ impl Io {
         io
     }
 
+    /// The same call `n` times: the heads of a problem without bias and mask are all alike.
+    pub fn repeated(mut self, n: u128) -> Io {
+        for count in &mut self.counts {
+            count.loaded = times(&[count.loaded, n]);
+            count.stored = times(&[count.stored, n]);
+        }
+        let work = &mut self.work;
+        for sum in [
+            &mut work.products,
+            &mut work.multiply_adds,
+            &mut work.skipped_tiles,
+            &mut work.exps,
+            &mut work.rescales,
+            &mut work.divisions,
+        ] {
+            *sum = times(&[*sum, n]);
+        }
+        self
+    }
+
     /// Bytes read from slow memory.
     pub fn loaded_bytes(&self) -> u128 {
         let bytes = self.counts.iter().map(Count::loaded_bytes);

@@ -1,0 +1,169 @@
+//! Line charts with logarithmic axes, as SVG.
+
+use anyhow::{Result, anyhow};
+use plotters::prelude::*;
+
+/// One line.
+#[derive(Clone, Debug)]
+pub(crate) struct Series {
+    pub(crate) name: String,
+    /// Which of [`COLOURS`].
+    pub(crate) colour: usize,
+    /// Dashed: a bound, not a measurement.
+    pub(crate) dashed: bool,
+    pub(crate) points: Vec<(f64, f64)>,
+}
+
+/// What a chart shows.
+#[derive(Clone, Debug)]
+pub(crate) struct Chart {
+    pub(crate) title: String,
+    pub(crate) x: &'static str,
+    pub(crate) y: String,
+    pub(crate) series: Vec<Series>,
+    /// How a number of the y axis is written.
+    pub(crate) y_label: fn(f64) -> String,
+}
+
+/// Colours that can be told apart on white and on black, by the colour-blind too (Okabe and Ito).
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(213, 94, 0),
+    RGBColor(0, 114, 178),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(150, 150, 150),
+    RGBColor(230, 159, 0),
+];
+
+/// The colour of an algorithm, the same in every chart.
+pub(crate) fn colour_of(algorithm: tilewise::Algorithm) -> usize {
+    match algorithm.resolve() {
+        tilewise::Algorithm::Standard => 0,
+        tilewise::Algorithm::Fa1 => 1,
+        _ => 2,
+    }
+}
+
+/// A whole number without its last zeros: 1024, 16k.
+pub(crate) fn count_label(x: f64) -> String {
+    if x >= 1024.0 && x % 1024.0 == 0.0 {
+        format!("{}k", x / 1024.0)
+    } else {
+        format!("{x}")
+    }
+}
+
+/// The chart as an `<svg>` element. Text and axes have the colour of the text around it.
+pub(crate) fn svg(chart: &Chart) -> Result<String> {
+    const SIZE: (u32, u32) = (640, 400);
+    let fail = |error: &dyn std::fmt::Display| anyhow!("the chart cannot be drawn: {error}");
+    let points = || chart.series.iter().flat_map(|series| &series.points);
+    let range = |of: fn(&(f64, f64)) -> f64| -> (f64, f64) {
+        let values = points().map(of).filter(|x| *x > 0.0 && x.is_finite());
+        let (low, high) = values.fold((f64::MAX, 0f64), |(low, high), x| (low.min(x), high.max(x)));
+        if high <= 0.0 { (1.0, 2.0) } else { (low, high) }
+    };
+    let (x, y) = (range(|p| p.0), range(|p| p.1));
+    let mut text = String::new();
+    {
+        let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
+        let mut context = ChartBuilder::on(&area)
+            .caption(&chart.title, ("sans-serif", 18))
+            .margin(8)
+            .margin_right(18)
+            .x_label_area_size(42)
+            .y_label_area_size(74)
+            .build_cartesian_2d(
+                (x.0..x.1 * 1.0001).log_scale().base(2.0),
+                (y.0 / 1.3..y.1 * 1.5).log_scale(),
+            )
+            .map_err(|e| fail(&e))?;
+        context
+            .configure_mesh()
+            .x_desc(chart.x)
+            .y_desc(&chart.y)
+            .x_labels(9)
+            .y_labels(8)
+            .label_style(("sans-serif", 13))
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(BLACK.mix(0.15))
+            .x_label_formatter(&|x| count_label(x.round()))
+            .y_label_formatter(&|y| (chart.y_label)(*y))
+            .draw()
+            .map_err(|e| fail(&e))?;
+        for series in &chart.series {
+            let colour = COLOURS[series.colour % COLOURS.len()];
+            let style = colour.stroke_width(2);
+            let line = series.points.iter().copied();
+            let drawn = if series.dashed {
+                context.draw_series(DashedLineSeries::new(line, 6, 4, style))
+            } else {
+                context.draw_series(LineSeries::new(line, style).point_size(2))
+            };
+            drawn
+                .map_err(|e| fail(&e))?
+                .label(&series.name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 16, y)], style));
+        }
+        context
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperLeft)
+            .label_font(("sans-serif", 13))
+            .draw()
+            .map_err(|e| fail(&e))?;
+        area.present().map_err(|e| fail(&e))?;
+    }
+    // Black is what is not a series: it follows the page, which may be dark.
+    Ok(text
+        .replace("\"#000000\"", "\"currentColor\"")
+        .replace("<svg width=\"640\" height=\"400\"", "<svg role=\"img\""))
+}
+
+/// A chart as a file of its own, on white.
+pub(crate) fn svg_file(charts: &[Chart]) -> Result<String> {
+    let height = 400 * charts.len();
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"640\" height=\"{height}\" \
+         viewBox=\"0 0 640 {height}\">\n<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
+    );
+    for (at, chart) in charts.iter().enumerate() {
+        let inner = svg(chart)?;
+        let placed = format!("<svg y=\"{}\" width=\"640\" height=\"400\"", at * 400);
+        text.push_str(&inner.replacen("<svg", &placed, 1));
+    }
+    text.push_str("</svg>\n");
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chart(points: Vec<(f64, f64)>) -> Chart {
+        Chart {
+            title: "a title".into(),
+            x: "N",
+            y: "bytes".into(),
+            series: vec![Series {
+                name: "fa1".into(),
+                colour: 1,
+                dashed: false,
+                points,
+            }],
+            y_label: count_label,
+        }
+    }
+
+    #[test]
+    fn charts_hold_their_words_and_lines_and_no_fixed_black() {
+        let text = svg(&chart(vec![(256.0, 1e3), (512.0, 4e3), (1024.0, 1.6e4)])).unwrap();
+        assert!(text.trim_start().starts_with("<svg role"), "{text}");
+        for part in ["a title", "fa1", "bytes", "polyline", "currentColor", "1k"] {
+            assert!(text.contains(part), "{part}");
+        }
+        assert!(!text.contains("#000000"));
+        let file = svg_file(&[chart(vec![(1.0, 1.0)]), chart(vec![])]).unwrap();
+        assert_eq!(file.matches("<svg").count(), 3);
+        assert_eq!(file.matches("</svg>").count(), 3);
+    }
+}

@@ -1,0 +1,181 @@
+//! NVIDIA Nsight Compute: where it is, what it is asked, and its CSV.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+const DRAM_READ: &str = "dram__bytes_read.sum";
+const DRAM_WRITTEN: &str = "dram__bytes_write.sum";
+const L2_READ: &str = "lts__t_sectors_op_read.sum";
+const L2_WRITTEN: &str = "lts__t_sectors_op_write.sum";
+/// Bytes of a sector, the unit in which L2 counts.
+const SECTOR: f64 = 32.0;
+
+/// What `ncu` is given before the program.
+pub(super) const ARGUMENTS: [&str; 8] = [
+    "--csv",
+    "--print-units=base",
+    "--target-processes=all",
+    "--kernel-name=regex:^tw_(standard|fa)",
+    "--cache-control=all",
+    "--metrics",
+    "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_op_read.sum,lts__t_sectors_op_write.sum",
+    "--",
+];
+
+/// Traffic of one kernel launch, in bytes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Kernel {
+    pub(super) name: String,
+    pub(super) dram_read: f64,
+    pub(super) dram_written: f64,
+    pub(super) l2_read: f64,
+    pub(super) l2_written: f64,
+}
+
+/// The profiler, if it is installed.
+pub(super) fn find() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os("TILEWISE_NCU") {
+        return Some(PathBuf::from(named));
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    for name in ["CUDA_HOME", "CUDA_PATH"] {
+        folders.extend(std::env::var_os(name).map(|root| PathBuf::from(root).join("bin")));
+    }
+    folders.push("/usr/local/cuda/bin".into());
+    if let Ok(versions) = std::fs::read_dir("/opt/nvidia/nsight-compute") {
+        folders.extend(versions.flatten().map(|version| version.path()));
+    }
+    let name = if cfg!(windows) { "ncu.exe" } else { "ncu" };
+    folders
+        .into_iter()
+        .map(|folder| folder.join(name))
+        .find(|file| file.is_file())
+}
+
+/// The launches of a `--csv` report: a row for each launch and metric, after whatever the program and the
+/// profiler said.
+pub(super) fn parse(text: &str) -> Result<Vec<Kernel>> {
+    let Some(start) = text.find("\"ID\",") else {
+        return Ok(Vec::new());
+    };
+    let mut reader = csv::ReaderBuilder::new()
+        .flexible(true)
+        .from_reader(&text.as_bytes()[start..]);
+    let header = reader.headers().context("ncu's CSV")?.clone();
+    let column = |name: &str| {
+        header
+            .iter()
+            .position(|known| known == name)
+            .with_context(|| format!("ncu's CSV has no column {name:?}"))
+    };
+    let (id, kernel) = (column("ID")?, column("Kernel Name")?);
+    let (metric, value) = (column("Metric Name")?, column("Metric Value")?);
+    let mut launches: BTreeMap<u64, (String, BTreeMap<String, f64>)> = BTreeMap::new();
+    for row in reader.records() {
+        let row = row.context("ncu's CSV")?;
+        // Lines of the program that follow are no rows.
+        let Some(Ok(id)) = row.get(id).map(str::parse) else {
+            continue;
+        };
+        let (Some(kernel), Some(metric), Some(value)) =
+            (row.get(kernel), row.get(metric), row.get(value))
+        else {
+            continue;
+        };
+        let number = value
+            .replace(',', "")
+            .parse()
+            .with_context(|| format!("ncu's CSV: {metric} of {kernel} is {value:?}"))?;
+        let launch = launches
+            .entry(id)
+            .or_insert_with(|| (kernel.to_string(), BTreeMap::new()));
+        launch.1.insert(metric.to_string(), number);
+    }
+    launches
+        .into_values()
+        .map(|(name, metrics)| {
+            let of = |metric: &str| {
+                metrics
+                    .get(metric)
+                    .copied()
+                    .with_context(|| format!("ncu's CSV: {name} has no {metric}"))
+            };
+            Ok(Kernel {
+                dram_read: of(DRAM_READ)?,
+                dram_written: of(DRAM_WRITTEN)?,
+                l2_read: of(L2_READ)? * SECTOR,
+                l2_written: of(L2_WRITTEN)? * SECTOR,
+                name: name.split('(').next().unwrap_or_default().to_string(),
+            })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CSV: &str = r#"==PROF== Connected to process 4711
+some output of the program
+==PROF== Profiling "tw_fa2" - 0: 0%....50%....100% - 1 pass
+==PROF== Disconnected from process 4711
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","4,202,496"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","33,554,432"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_read.sum","sector","262,144"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_write.sum","sector","1,048,576"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","12"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","0"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_read.sum","sector","1.5"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_write.sum","sector","2"
+"#;
+
+    #[test]
+    fn launches_are_read_with_their_bytes() {
+        let kernels = parse(CSV).unwrap();
+        assert_eq!(kernels.len(), 2);
+        assert_eq!(
+            kernels[0],
+            Kernel {
+                name: "tw_standard_scores".into(),
+                dram_read: 4_202_496.0,
+                dram_written: 33_554_432.0,
+                l2_read: 8_388_608.0,
+                l2_written: 33_554_432.0,
+            }
+        );
+        assert_eq!((kernels[1].l2_read, kernels[1].l2_written), (48.0, 64.0));
+    }
+
+    #[test]
+    fn what_is_missing_is_said() {
+        assert!(parse("==ERROR== ERR_NVGPUCTRPERM").unwrap().is_empty());
+        let without = CSV.replace("Metric Value", "Something");
+        assert!(
+            parse(&without)
+                .unwrap_err()
+                .to_string()
+                .contains("Metric Value")
+        );
+        let lines: Vec<&str> = CSV.lines().take(7).collect();
+        let error = parse(&lines.join("\n")).unwrap_err().to_string();
+        assert!(
+            error.contains("tw_standard_scores") && error.contains("no lts"),
+            "{error}"
+        );
+        let wrong = CSV.replace("\"12\"", "\"n/a\"");
+        assert!(parse(&wrong).unwrap_err().to_string().contains("n/a"));
+    }
+
+    #[test]
+    fn the_metrics_asked_for_are_those_read() {
+        let asked = ARGUMENTS[6];
+        for metric in [DRAM_READ, DRAM_WRITTEN, L2_READ, L2_WRITTEN] {
+            assert!(asked.split(',').any(|one| one == metric));
+        }
+    }
+}

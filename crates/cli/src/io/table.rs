@@ -1,0 +1,314 @@
+//! The figures of `io`, as people read them.
+
+use std::fmt::Write;
+
+use super::measure::Measured;
+use super::model::{Line, Report, Traffic};
+use super::plot;
+use crate::ui::{self, Grid, Tone, plain, significant};
+
+pub(super) fn render(report: &Report) -> String {
+    let mut text = String::new();
+    head(&mut text, report);
+    tensors(&mut text, report);
+    totals(&mut text, report);
+    over_n(&mut text, report);
+    comparison(&mut text, report);
+    measured(&mut text, &report.measured);
+    text
+}
+
+// Writing to a String cannot fail: results of writeln! are dropped throughout.
+
+fn head(text: &mut String, report: &Report) {
+    let memory = &report.fast_memory;
+    let _ = writeln!(text, "{}", report.inputs.join(" "));
+    let _ = writeln!(text, "  {}", report.problem.sizes());
+    let _ = writeln!(text, "  {}", report.problem.options());
+    let _ = writeln!(
+        text,
+        "  {}: {} of {}, M = {} numbers of {}",
+        memory.chip,
+        ui::bytes(memory.bytes as u64),
+        memory.what,
+        memory.elements,
+        report.problem.dtype
+    );
+    for traffic in &report.algorithms {
+        let _ = writeln!(
+            text,
+            "  {:9}{} rows × {} keys a tile ({})",
+            traffic.algorithm, traffic.block_rows, traffic.block_keys, traffic.blocks_from
+        );
+    }
+    text.push('\n');
+}
+
+fn mib(bytes: u128) -> String {
+    significant(Some(bytes as f64 / f64::from(1 << 20)))
+}
+
+fn counted(x: Option<u128>) -> String {
+    x.map_or("-".into(), |x| x.to_string())
+}
+
+fn tensors(text: &mut String, report: &Report) {
+    let _ = writeln!(text, "elements read and written, counted and by formula");
+    let mut grid = Grid::new(
+        &[
+            "algorithm",
+            "tensor",
+            "read\ncounted",
+            "\nformula",
+            "written\ncounted",
+            "\nformula",
+            "\nMiB",
+            "papers'\nterm",
+            "",
+        ],
+        2,
+    );
+    for traffic in &report.algorithms {
+        for (at, line) in traffic.tensors.iter().enumerate() {
+            let name = if at == 0 { traffic.algorithm } else { "" };
+            grid.row(&cells(name, line));
+        }
+    }
+    text.push_str(&grid.render());
+    for traffic in &report.algorithms {
+        let said = match traffic.counted_heads {
+            "none" => format!(
+                "{}: not counted: a run takes {:.1e} multiply-adds (--count-limit)",
+                traffic.algorithm, traffic.work.multiply_adds as f64
+            ),
+            "one head" => format!("{}: one head was run and stands for all", traffic.algorithm),
+            _ => continue,
+        };
+        let _ = writeln!(text, "{said}");
+    }
+    text.push('\n');
+}
+
+fn cells(name: &str, line: &Line) -> Vec<(String, Tone)> {
+    let (read, written) = (line.read, line.written);
+    let differs = [read, written]
+        .iter()
+        .any(|pair| pair.counted.is_some_and(|counted| counted != pair.formula));
+    let verdict = match (differs, read.counted) {
+        (true, _) => ("DIFFER".into(), Tone::Bad),
+        (false, Some(_)) => ("=".into(), Tone::Good),
+        (false, None) => plain(""),
+    };
+    vec![
+        plain(name),
+        plain(line.tensor),
+        plain(counted(read.counted)),
+        plain(read.formula.to_string()),
+        plain(counted(written.counted)),
+        plain(written.formula.to_string()),
+        plain(mib(line.bytes)),
+        plain(line.paper.to_string()),
+        verdict,
+    ]
+}
+
+fn totals(text: &mut String, report: &Report) {
+    let _ = writeln!(text, "in all");
+    let mut grid = Grid::new(
+        &[
+            "algorithm",
+            "MiB\nread",
+            "MiB\nwritten",
+            "MiB\nmoved",
+            "MiB by\npapers",
+            "differ\nby",
+            "memory\nms",
+            "products\nms",
+        ],
+        1,
+    );
+    for traffic in &report.algorithms {
+        let difference = traffic.bytes() as f64 / traffic.paper_bytes as f64 - 1.0;
+        grid.row(&[
+            plain(traffic.algorithm),
+            plain(mib(traffic.bytes_read)),
+            plain(mib(traffic.bytes_written)),
+            plain(mib(traffic.bytes())),
+            plain(mib(traffic.paper_bytes)),
+            plain(if difference.is_finite() {
+                format!("{:+.1}%", 100.0 * difference)
+            } else {
+                "-".into()
+            }),
+            plain(significant(traffic.traffic_ms)),
+            plain(significant(traffic.product_ms)),
+        ]);
+    }
+    text.push_str(&grid.render());
+    for traffic in &report.algorithms {
+        let _ = writeln!(
+            text,
+            "  {:9}papers: {}; left out: {}",
+            traffic.algorithm,
+            traffic.paper_term,
+            left_out(traffic)
+        );
+    }
+    let size = report.algorithms[0]
+        .tensors
+        .first()
+        .map_or(4, |l| l.element_bytes);
+    let _ = writeln!(
+        text,
+        "  bound    N²d²/M = {:.3e} elements = {} MiB, up to a constant factor",
+        report.lower_bound_elements,
+        significant(Some(
+            report.lower_bound_elements * size as f64 / f64::from(1 << 20)
+        ))
+    );
+    for equal in &report.equal_tiles {
+        let ratio = |a: u128, b: u128| 2.0 * a as f64 / (b as f64).max(1.0);
+        let _ = writeln!(
+            text,
+            "  both with tiles of {} × {}: fa1 : fa2 = {:.2} : 2 in elements, {:.2} : 2 in bytes",
+            equal.rows,
+            equal.keys,
+            ratio(equal.fa1_elements, equal.fa2_elements),
+            ratio(equal.fa1_bytes, equal.fa2_bytes)
+        );
+    }
+    let [_, fa1, fa2] = &report.algorithms[..] else {
+        return;
+    };
+    if (fa1.block_rows, fa1.block_keys) != (fa2.block_rows, fa2.block_keys) {
+        let _ = writeln!(
+            text,
+            "  each with its own tiles: fa1 : fa2 = {:.2} : 2 in bytes",
+            2.0 * fa1.bytes() as f64 / (fa2.bytes() as f64).max(1.0)
+        );
+    }
+
+    let _ = writeln!(text, "\narithmetic");
+    let mut grid = Grid::new(
+        &[
+            "algorithm",
+            "\ntiles",
+            "tiles\nskipped",
+            "multiply-\nadds",
+            "\nexp",
+            "rescale\nO",
+            "\ndivide",
+            "others a 1000\nmultiply-adds",
+        ],
+        1,
+    );
+    for traffic in &report.algorithms {
+        let work = traffic.work;
+        grid.row(&[
+            plain(traffic.algorithm),
+            plain(work.tiles.to_string()),
+            plain(work.skipped_tiles.to_string()),
+            plain(work.multiply_adds.to_string()),
+            plain(work.exps.to_string()),
+            plain(work.rescales.to_string()),
+            plain(work.divisions.to_string()),
+            plain(significant(Some(work.others_per_1000_multiply_adds))),
+        ]);
+    }
+    text.push_str(&grid.render());
+    text.push('\n');
+}
+
+/// The tensors of which the papers' terms do not have everything.
+fn left_out(traffic: &Traffic) -> String {
+    let lines = traffic.tensors.iter().filter_map(|line| {
+        let exact = line.read.formula + line.written.formula;
+        let more = exact as f64 - line.paper as f64;
+        (more != 0.0).then(|| format!("{} {more:+.2e}", line.tensor))
+    });
+    let said: Vec<String> = lines.collect();
+    if said.is_empty() {
+        "nothing".into()
+    } else {
+        said.join(", ")
+    }
+}
+
+fn over_n(text: &mut String, report: &Report) {
+    let _ = writeln!(
+        text,
+        "over N (seqlen_q = seqlen_k): bytes moved, and their place on a logarithmic axis"
+    );
+    let timed = report.over_n.iter().any(|p| p.predicted_ms[0].is_some());
+    let header = [
+        "N",
+        "standard",
+        "fa1",
+        "fa2",
+        "S standard, 1 fa1, 2 fa2",
+        "standard\nms",
+        "fa1\nms",
+        "fa2\nms",
+    ];
+    let shown = if timed { 8 } else { 5 };
+    let mut grid = Grid::new(&header[..shown], 1);
+    for (point, (n, strip)) in report.over_n.iter().zip(plot::strips(&report.over_n)) {
+        let size = |bytes: u128| ui::bytes(u64::try_from(bytes).unwrap_or(u64::MAX));
+        let mut cells = vec![plain(n)];
+        cells.extend(point.bytes.map(|bytes| plain(size(bytes))));
+        // Padded here, since columns after the first are set right.
+        cells.push(plain(format!("|{strip:26}|")));
+        cells.extend(point.predicted_ms.map(|ms| plain(significant(ms))));
+        cells.truncate(shown);
+        grid.row(&cells);
+    }
+    text.push_str(&grid.render());
+    if timed {
+        let _ = writeln!(
+            text,
+            "  ms: the larger of the bytes at {} GB/s and the products at {} GFLOP/s",
+            significant(report.fast_memory.bandwidth_gbps),
+            significant(report.fast_memory.product_gflops)
+        );
+    } else {
+        let _ = writeln!(
+            text,
+            "  no time is predicted without a bandwidth (--bandwidth)"
+        );
+    }
+    text.push('\n');
+}
+
+fn comparison(text: &mut String, report: &Report) {
+    let comparison = &report.comparison;
+    let _ = writeln!(
+        text,
+        "fa1 and fa2{}",
+        if comparison.from_a_run {
+            ", figures counted from a run (· is a fact, not a figure)"
+        } else {
+            ", figures by formula: nothing was run"
+        }
+    );
+    let mut grid = Grid::new(&["", "", "fa1", "fa2"], 4);
+    for row in &comparison.rows {
+        let mark = if row.countable { " " } else { "·" };
+        grid.row(&[
+            plain(mark),
+            plain(row.what),
+            plain(row.fa1.clone()),
+            plain(row.fa2.clone()),
+        ]);
+    }
+    text.push_str(&grid.render());
+}
+
+fn measured(text: &mut String, measured: &[Measured]) {
+    if measured.is_empty() {
+        return;
+    }
+    let _ = writeln!(text, "\nmeasured");
+    for one in measured {
+        text.push_str(&one.text());
+    }
+}
