@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-#[cfg(feature = "cuda")]
-use crate::kernels;
 use crate::{bench, check, compare, devices, generate, io as io_command, peer_worker, run};
+#[cfg(feature = "cuda")]
+use crate::{inspect, kernels};
 
 /// Exact attention, one tile at a time, on whichever processor is there
 #[derive(Debug, Parser)]
@@ -26,6 +26,8 @@ enum Command {
     Check(check::CheckArgs),
     Io(io_command::IoArgs),
     Devices(devices::DevicesArgs),
+    #[cfg(feature = "cuda")]
+    Inspect(inspect::InspectArgs),
     #[cfg(feature = "cuda")]
     Kernels(kernels::KernelsArgs),
     #[command(hide = true)]
@@ -51,6 +53,8 @@ pub fn main() -> ExitCode {
         Command::Check(args) => check::run(&args),
         Command::Io(args) => io_command::run(&args),
         Command::Devices(args) => devices::run(&args),
+        #[cfg(feature = "cuda")]
+        Command::Inspect(args) => inspect::run(&args),
         #[cfg(feature = "cuda")]
         Command::Kernels(args) => kernels::run(&args),
         Command::PeerWorker(args) => peer_worker::run(&args),

@@ -14,6 +14,8 @@ mod environment;
 mod facts;
 mod generate;
 mod input;
+#[cfg(feature = "cuda")]
+mod inspect;
 mod io;
 mod isa;
 #[cfg(feature = "cuda")]

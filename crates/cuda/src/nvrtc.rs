@@ -172,6 +172,11 @@ impl Nvrtc {
         self.version
     }
 
+    /// The library's file, or the name by which the loader found it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Whether it makes code for compute capability major × 10 + minor.
     pub fn supports(&self, compute: i32) -> bool {
         self.archs.contains(&compute)

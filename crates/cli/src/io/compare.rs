@@ -85,7 +85,7 @@ impl Comparison {
             });
         };
         words("loop order", true, &|run| loop_order(run));
-        words("block sizes B_r × B_c", false, &|run| {
+        words("rows × keys a block", false, &|run| {
             format!("{} × {}", run.1.rows(), run.1.keys())
         });
         let mut times = |what, of: &dyn Fn(&Run) -> f64| {
@@ -101,30 +101,30 @@ impl Comparison {
         };
         let loaded = |run: &Run, tensor| io(run).count(tensor).map_or(0, |c| c.loaded);
         let stored = |run: &Run, tensor| io(run).count(tensor).map_or(0, |c| c.stored);
-        times("each element of q read", &|run| {
+        times("reads of an element of q", &|run| {
             share(loaded(run, Tensor::Q), per.q)
         });
-        times("each element of k read, a query head", &|run| {
+        times("reads of one of k, a query head", &|run| {
             share(loaded(run, Tensor::K), per.k)
         });
-        times("each element of v read, a query head", &|run| {
+        times("reads of one of v, a query head", &|run| {
             share(loaded(run, Tensor::V), per.v)
         });
-        times("each element of O read", &|run| {
+        times("reads of an element of O", &|run| {
             share(loaded(run, Tensor::O), per.o)
         });
-        times("each element of O written, out included", &|run| {
+        times("writes of one of O, out included", &|run| {
             share(stored(run, Tensor::O) + stored(run, Tensor::Out), per.o)
         });
-        times("statistics of a row read", &|run| {
+        times("statistics read, a row", &|run| {
             share(loaded(run, Tensor::M) + loaded(run, Tensor::L), per.rows)
         });
-        times("statistics of a row written, lse included", &|run| {
+        times("statistics written, a row", &|run| {
             let all = [Tensor::M, Tensor::L, Tensor::Lse];
             share(all.map(|t| stored(run, t)).iter().sum(), per.rows)
         });
         let dv = problem.dims().head_dim_v as f64;
-        times("operations an element of O, products aside", &|run| {
+        times("operations an element of O", &|run| {
             let work = io(run).work;
             share(work.rescales + work.divisions, per.o)
         });
@@ -138,7 +138,7 @@ impl Comparison {
                 countable: true,
             });
         };
-        figure("factors a row and block", &|run| factors(run));
+        figure("rescale factors, a row and block", &|run| factors(run));
         figure("units of parallel work", &|run| parallel(problem, run));
         figure("extra memory of a call", &|run| {
             let size = problem.dtype().accumulator().size() as f64;
@@ -161,11 +161,11 @@ impl Comparison {
                 countable: false,
             });
         };
-        fact("statistics kept for backward", "l and m", "L = m + ln l");
+        fact("statistics kept", "l and m", "L = m + ln l");
         fact(
             "split over warps",
-            "keys: partial results are added",
-            "rows: nothing is exchanged",
+            "keys: results added up",
+            "rows: nothing to add",
         );
         Comparison {
             from_a_run: both.iter().all(|run| run.3.is_some()),
@@ -182,8 +182,8 @@ fn loop_order(run: &Run) -> String {
         .map(|c| (c.watch.next_rows, c.watch.next_keys));
     match steps {
         Some((0, 0)) => "one block".into(),
-        Some((rows, keys)) if rows > keys => "keys outside, rows inside".into(),
-        Some(_) => "rows outside, keys inside".into(),
+        Some((rows, keys)) if rows > keys => "keys outer, rows inner".into(),
+        Some(_) => "rows outer, keys inner".into(),
         None => "not counted".into(),
     }
 }

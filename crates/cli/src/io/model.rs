@@ -334,3 +334,38 @@ pub(super) fn predicted_ms(problem: &Problem, chip: &Chip, io: &Io) -> (Option<f
     let products = chip.flops(problem.dtype()).map(|rate| flops / rate * 1e3);
     (traffic, products)
 }
+
+#[cfg(test)]
+mod tests {
+    use tilewise::{DType, Dims, Options};
+
+    use super::*;
+
+    #[test]
+    fn a_count_that_is_not_what_the_formula_says_is_seen() {
+        let dims = Dims {
+            batch: 1,
+            num_heads: 2,
+            num_kv_heads: 1,
+            seqlen_q: 9,
+            seqlen_k: 11,
+            head_dim: 4,
+            head_dim_v: 4,
+        };
+        let problem = Problem::dense(dims, DType::F32, &Options::new()).unwrap();
+        let sizes = BlockSizes::new(4, 4).unwrap();
+        let chip: Chip = "h100".parse().unwrap();
+        for algorithm in Algorithm::ALL {
+            let exact = Io::of(&problem, algorithm, sizes, Modifiers::default(), true);
+            let mut counted = watch::shape(&problem, algorithm, sizes, false).unwrap();
+            let agrees = |counted: &Counted| {
+                Traffic::new(&problem, &chip, algorithm, sizes, &exact, Some(counted)).agrees
+            };
+            assert_eq!(agrees(&counted), Some(true));
+            counted.io.counts[0].loaded += 1;
+            assert_eq!(agrees(&counted), Some(false));
+            let one = watch::shape(&problem, algorithm, sizes, true).unwrap();
+            assert_eq!(agrees(&one), Some(true));
+        }
+    }
+}

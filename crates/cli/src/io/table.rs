@@ -48,6 +48,10 @@ fn mib(bytes: u128) -> String {
     significant(Some(bytes as f64 / f64::from(1 << 20)))
 }
 
+fn micro(ms: Option<f64>) -> String {
+    significant(ms.map(|ms| ms * 1e3))
+}
+
 fn counted(x: Option<u128>) -> String {
     x.map_or("-".into(), |x| x.to_string())
 }
@@ -122,8 +126,8 @@ fn totals(text: &mut String, report: &Report) {
             "MiB\nmoved",
             "MiB by\npapers",
             "differ\nby",
-            "memory\nms",
-            "products\nms",
+            "memory\nµs",
+            "products\nµs",
         ],
         1,
     );
@@ -140,15 +144,15 @@ fn totals(text: &mut String, report: &Report) {
             } else {
                 "-".into()
             }),
-            plain(significant(traffic.traffic_ms)),
-            plain(significant(traffic.product_ms)),
+            plain(micro(traffic.traffic_ms)),
+            plain(micro(traffic.product_ms)),
         ]);
     }
     text.push_str(&grid.render());
     for traffic in &report.algorithms {
         let _ = writeln!(
             text,
-            "  {:9}papers: {}; left out: {}",
+            "  {:9}papers: {}\n           beyond them, in elements: {}",
             traffic.algorithm,
             traffic.paper_term,
             left_out(traffic)
@@ -246,9 +250,9 @@ fn over_n(text: &mut String, report: &Report) {
         "fa1",
         "fa2",
         "S standard, 1 fa1, 2 fa2",
-        "standard\nms",
-        "fa1\nms",
-        "fa2\nms",
+        "standard\nµs",
+        "fa1\nµs",
+        "fa2\nµs",
     ];
     let shown = if timed { 8 } else { 5 };
     let mut grid = Grid::new(&header[..shown], 1);
@@ -258,7 +262,7 @@ fn over_n(text: &mut String, report: &Report) {
         cells.extend(point.bytes.map(|bytes| plain(size(bytes))));
         // Padded here, since columns after the first are set right.
         cells.push(plain(format!("|{strip:26}|")));
-        cells.extend(point.predicted_ms.map(|ms| plain(significant(ms))));
+        cells.extend(point.predicted_ms.map(|ms| plain(micro(ms))));
         cells.truncate(shown);
         grid.row(&cells);
     }
@@ -266,7 +270,7 @@ fn over_n(text: &mut String, report: &Report) {
     if timed {
         let _ = writeln!(
             text,
-            "  ms: the larger of the bytes at {} GB/s and the products at {} GFLOP/s",
+            "  µs: the larger of the bytes at {} GB/s and the products at {} GFLOP/s",
             significant(report.fast_memory.bandwidth_gbps),
             significant(report.fast_memory.product_gflops)
         );

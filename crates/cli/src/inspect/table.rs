@@ -1,0 +1,132 @@
+//! What was found, as people read it.
+
+use std::fmt::Write;
+
+use super::access::Way;
+use super::{Group, Inspected, Report};
+use crate::ui::{self, Grid, Tone, plain};
+
+// Writing to a String cannot fail: results of writeln! are dropped throughout.
+
+pub(super) fn render(report: &Report) -> String {
+    let mut text = String::new();
+    if let (Some(arch), Some(compiler)) = (&report.arch, &report.compiler) {
+        let _ = writeln!(text, "{arch}, {compiler}");
+    }
+    if let Some(tool) = &report.disassembler {
+        let _ = writeln!(text, "machine code by {tool}");
+    }
+    for group in &report.algorithms {
+        let _ = writeln!(text, "\n{}", group.name);
+        for kernel in &group.kernels {
+            one(&mut text, kernel);
+        }
+        findings(&mut text, group);
+    }
+    if !report.notes.is_empty() {
+        text.push('\n');
+    }
+    for note in &report.notes {
+        let _ = writeln!(text, "{note}");
+    }
+    text
+}
+
+fn one(text: &mut String, kernel: &Inspected) {
+    let _ = writeln!(text, "  {}", kernel.name);
+    if !kernel.ptx.accesses.is_empty() {
+        let mut grid = Grid::new(
+            &[
+                "   ",
+                "tensor",
+                "loop over keys",
+                "instructions",
+                "bytes a thread",
+            ],
+            3,
+        );
+        for access in &kernel.ptx.accesses {
+            let way = match access.way {
+                Way::Load => "    load",
+                Way::Store => "    store",
+            };
+            grid.row(&[
+                plain(way),
+                plain(access.tensor.clone()),
+                plain(access.place.name()),
+                plain(access.instructions.to_string()),
+                plain(access.bytes.to_string()),
+            ]);
+        }
+        text.push_str(&grid.render());
+        let ptx = &kernel.ptx;
+        let _ = writeln!(
+            text,
+            "    PTX: {} matrix products, {} exponentials; shared memory: {} loads, {} stores; local memory: \
+             {} loads, {} stores",
+            ptx.matrix,
+            ptx.exponentials,
+            ptx.shared_loads,
+            ptx.shared_stores,
+            ptx.local_loads,
+            ptx.local_stores
+        );
+    }
+    if let Some(sass) = &kernel.sass {
+        let _ = writeln!(
+            text,
+            "    machine code: {} instructions, {} matrix products, {} exponentials\n    \
+             global: {} loads, {} copies to shared, {} stores; shared: {} loads, {} stores; local: {} loads, \
+             {} stores",
+            sass.instructions,
+            sass.matrix,
+            sass.exponentials,
+            sass.global_loads,
+            sass.global_to_shared,
+            sass.global_stores,
+            sass.shared_loads,
+            sass.shared_stores,
+            sass.local_loads,
+            sass.local_stores
+        );
+    }
+    if let Some(r) = &kernel.resources {
+        let _ = writeln!(
+            text,
+            "    {} registers, {} threads, {} of shared memory a block; {} bytes of stack, {} + {} spilled",
+            r.registers,
+            r.threads,
+            ui::bytes(u64::from(r.static_shared + r.dynamic_shared)),
+            r.stack,
+            r.spill_stores,
+            r.spill_loads
+        );
+    }
+    if let Some(o) = &kernel.occupancy {
+        let _ = writeln!(
+            text,
+            "    occupancy: {} blocks a multiprocessor, {} of {} warps, bounded by {}",
+            o.blocks, o.warps, o.most_warps, o.bound
+        );
+    }
+}
+
+fn findings(text: &mut String, group: &Group) {
+    if group.findings.is_empty() {
+        return;
+    }
+    let mut grid = Grid::new(&["", "must hold", "found"], 3);
+    for finding in &group.findings {
+        let verdict = if finding.holds {
+            ("  holds".to_string(), Tone::Good)
+        } else {
+            ("  FAILS".to_string(), Tone::Bad)
+        };
+        grid.row(&[
+            verdict,
+            plain(finding.statement.clone()),
+            plain(finding.found.clone()),
+        ]);
+    }
+    text.push_str(&grid.render());
+}

@@ -1,0 +1,110 @@
+//! What each algorithm's kernels must do, and whether they do.
+
+use serde::Serialize;
+use tilewise::Algorithm;
+
+use super::Inspected;
+use super::access::{Place, Way};
+
+/// One statement about the kernels of an algorithm.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Finding {
+    pub(super) statement: String,
+    /// What was found, in the same words.
+    pub(super) found: String,
+    pub(super) holds: bool,
+}
+
+fn same(statement: &str, found: &[&str], expected: &[&str]) -> Finding {
+    let list = |names: &[&str]| {
+        if names.is_empty() {
+            "nothing".to_string()
+        } else {
+            names.join(", ")
+        }
+    };
+    Finding {
+        statement: format!("{statement}: {}", list(expected)),
+        found: list(found),
+        holds: found == expected,
+    }
+}
+
+/// The statements for `algorithm`, of which `kernels` are all.
+pub(super) fn findings(algorithm: Algorithm, kernels: &[Inspected]) -> Vec<Finding> {
+    let mut all = Vec::new();
+    for one in kernels {
+        let kernel = &one.ptx;
+        let stored = |place| kernel.tensors(Way::Store, place);
+        let loaded = |place| kernel.tensors(Way::Load, place);
+        match (algorithm.resolve(), kernel.entry.as_str()) {
+            (Algorithm::Standard, "tw_standard_scores") => {
+                all.push(same("the first kernel stores", &stored(None), &["S"]));
+            }
+            (Algorithm::Standard, "tw_standard_softmax") => {
+                all.push(same("the second loads", &loaded(None), &["S"]));
+                all.push(same("and stores", &stored(None), &["P", "lse"]));
+            }
+            (Algorithm::Standard, _) => {
+                all.push(same("the third loads", &loaded(None), &["P", "v"]));
+                all.push(same("and stores", &stored(None), &["out"]));
+            }
+            (Algorithm::Fa1, _) => {
+                let running = ["O", "l", "m"];
+                let inside = Some(Place::Inside);
+                let mut back = loaded(inside);
+                back.retain(|tensor| running.contains(tensor));
+                all.push(same("the loop over keys loads", &back, &running));
+                all.push(same("and stores", &stored(inside), &running));
+                all.push(same(
+                    "after it are stored",
+                    &stored(Some(Place::After)),
+                    &["lse", "m", "out"],
+                ));
+            }
+            _ => {
+                all.push(same(
+                    "the loop over keys stores",
+                    &stored(Some(Place::Inside)),
+                    &[],
+                ));
+                all.push(same(
+                    "after it are stored, once",
+                    &stored(Some(Place::After)),
+                    &["lse", "out"],
+                ));
+                all.push(same(
+                    "before it are stored",
+                    &stored(Some(Place::Before)),
+                    &[],
+                ));
+            }
+        }
+        all.push(in_fast_memory(one));
+    }
+    all
+}
+
+/// No array of a thread lies in local memory, and the assembler spills less than a tile's scores.
+fn in_fast_memory(one: &Inspected) -> Finding {
+    let kernel = &one.ptx;
+    let local = kernel.local_loads + kernel.local_stores;
+    let spilled = one
+        .resources
+        .as_ref()
+        .map(|r| r.spill_stores + r.spill_loads);
+    // A kernel without a tile of scores has nothing to hide a spill behind.
+    let scores = one.score_bytes.unwrap_or(1);
+    Finding {
+        statement: format!("{}: no tile in local memory", kernel.entry),
+        found: format!(
+            "{local} accesses, {} bytes spilled{}",
+            spilled.map_or("unknown".into(), |bytes| bytes.to_string()),
+            match one.score_bytes {
+                Some(bytes) => format!(" (scores: {bytes})"),
+                None => String::new(),
+            }
+        ),
+        holds: local == 0 && spilled.is_none_or(|bytes| bytes < scores),
+    }
+}
