@@ -24,7 +24,7 @@ enum Command {
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
     Check(check::CheckArgs),
-    Io(io_command::IoArgs),
+    Io(Box<io_command::IoArgs>),
     Devices(devices::DevicesArgs),
     #[cfg(feature = "cuda")]
     Inspect(inspect::InspectArgs),

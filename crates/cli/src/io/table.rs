@@ -152,7 +152,7 @@ fn totals(text: &mut String, report: &Report) {
     for traffic in &report.algorithms {
         let _ = writeln!(
             text,
-            "  {:9}papers: {}\n           beyond them, in elements: {}",
+            "  {:9}papers: {}\n           beyond them: {} elements",
             traffic.algorithm,
             traffic.paper_term,
             left_out(traffic)
@@ -228,7 +228,7 @@ fn left_out(traffic: &Traffic) -> String {
     let lines = traffic.tensors.iter().filter_map(|line| {
         let exact = line.read.formula + line.written.formula;
         let more = exact as f64 - line.paper as f64;
-        (more != 0.0).then(|| format!("{} {more:+.2e}", line.tensor))
+        (more != 0.0).then(|| format!("{} {more:+.1e}", line.tensor))
     });
     let said: Vec<String> = lines.collect();
     if said.is_empty() {
