@@ -35,6 +35,10 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(230, 159, 0),
 ];
 
+/// Small enough that its letters can be read where a phone shows the whole of it.
+const WIDTH: u32 = 440;
+const HEIGHT: u32 = 330;
+
 /// The colour of an algorithm, the same in every chart.
 pub(crate) fn colour_of(algorithm: tilewise::Algorithm) -> usize {
     match algorithm.resolve() {
@@ -55,7 +59,7 @@ pub(crate) fn count_label(x: f64) -> String {
 
 /// The chart as an `<svg>` element. Text and axes have the colour of the text around it.
 pub(crate) fn svg(chart: &Chart) -> Result<String> {
-    const SIZE: (u32, u32) = (640, 400);
+    let size = (WIDTH, HEIGHT);
     let fail = |error: &dyn std::fmt::Display| anyhow!("the chart cannot be drawn: {error}");
     let points = || chart.series.iter().flat_map(|series| &series.points);
     let range = |of: fn(&(f64, f64)) -> f64| -> (f64, f64) {
@@ -64,26 +68,29 @@ pub(crate) fn svg(chart: &Chart) -> Result<String> {
         if high <= 0.0 { (1.0, 2.0) } else { (low, high) }
     };
     let (x, y) = (range(|p| p.0), range(|p| p.1));
+    // Room above the lines for the legend, as a share of the axis.
+    let (low, high) = (y.0 / 1.3, y.1 * 1.3);
+    let high = high * (high / low).powf(0.09 * chart.series.len() as f64 + 0.05);
     let mut text = String::new();
     {
-        let area = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
+        let area = SVGBackend::with_string(&mut text, size).into_drawing_area();
         let mut context = ChartBuilder::on(&area)
-            .caption(&chart.title, ("sans-serif", 18))
+            .caption(&chart.title, ("sans-serif", 16))
             .margin(8)
             .margin_right(18)
-            .x_label_area_size(42)
-            .y_label_area_size(74)
+            .x_label_area_size(40)
+            .y_label_area_size(70)
             .build_cartesian_2d(
                 (x.0..x.1 * 1.0001).log_scale().base(2.0),
-                (y.0 / 1.3..y.1 * 1.5).log_scale(),
+                (low..high).log_scale().base(2.0),
             )
             .map_err(|e| fail(&e))?;
         context
             .configure_mesh()
             .x_desc(chart.x)
             .y_desc(&chart.y)
-            .x_labels(9)
-            .y_labels(8)
+            .x_labels(7)
+            .y_labels(7)
             .label_style(("sans-serif", 13))
             .light_line_style(TRANSPARENT)
             .bold_line_style(BLACK.mix(0.15))
@@ -114,21 +121,25 @@ pub(crate) fn svg(chart: &Chart) -> Result<String> {
         area.present().map_err(|e| fail(&e))?;
     }
     // Black is what is not a series: it follows the page, which may be dark.
-    Ok(text
-        .replace("\"#000000\"", "\"currentColor\"")
-        .replace("<svg width=\"640\" height=\"400\"", "<svg role=\"img\""))
+    Ok(text.replace("\"#000000\"", "\"currentColor\"").replace(
+        &format!("<svg width=\"{WIDTH}\" height=\"{HEIGHT}\""),
+        "<svg role=\"img\"",
+    ))
 }
 
 /// A chart as a file of its own, on white.
 pub(crate) fn svg_file(charts: &[Chart]) -> Result<String> {
-    let height = 400 * charts.len();
+    let height = HEIGHT as usize * charts.len();
     let mut text = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"640\" height=\"{height}\" \
-         viewBox=\"0 0 640 {height}\">\n<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
+         viewBox=\"0 0 {WIDTH} {height}\">\n<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
     );
     for (at, chart) in charts.iter().enumerate() {
         let inner = svg(chart)?;
-        let placed = format!("<svg y=\"{}\" width=\"640\" height=\"400\"", at * 400);
+        let placed = format!(
+            "<svg y=\"{}\" width=\"{WIDTH}\" height=\"{HEIGHT}\"",
+            at * HEIGHT as usize
+        );
         text.push_str(&inner.replacen("<svg", &placed, 1));
     }
     text.push_str("</svg>\n");

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, check, compare, devices, generate, io as io_command, peer_worker, run};
+use crate::{bench, check, compare, devices, generate, io as io_command, peer_worker, report, run};
 #[cfg(feature = "cuda")]
 use crate::{inspect, kernels};
 
@@ -24,6 +24,7 @@ enum Command {
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
     Check(check::CheckArgs),
+    Report(report::ReportArgs),
     Io(Box<io_command::IoArgs>),
     Devices(devices::DevicesArgs),
     #[cfg(feature = "cuda")]
@@ -51,6 +52,7 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Check(args) => check::run(&args),
+        Command::Report(args) => report::run(&args),
         Command::Io(args) => io_command::run(&args),
         Command::Devices(args) => devices::run(&args),
         #[cfg(feature = "cuda")]

@@ -24,6 +24,7 @@ pub mod memory;
 mod output;
 mod peer_worker;
 mod random;
+mod report;
 mod run;
 mod shapes;
 mod stats;

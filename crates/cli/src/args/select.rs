@@ -53,6 +53,22 @@ pub(crate) struct Lane {
 }
 
 impl SelectArgs {
+    /// The words of a command line that select the same.
+    pub(crate) fn words(&self) -> Vec<String> {
+        fn list<T: ToString>(values: &[T]) -> String {
+            let texts: Vec<String> = values.iter().map(T::to_string).collect();
+            texts.join(",")
+        }
+        let mut words = vec!["--algorithms".into(), list(&self.algorithms)];
+        if !self.backends.is_empty() {
+            words.extend(["--backends".into(), list(&self.backends)]);
+        }
+        if !self.isa.is_empty() {
+            words.extend(["--isa".into(), list(&self.isa)]);
+        }
+        words
+    }
+
     /// Every combination asked for, with those of backends that are not available.
     ///
     /// # Errors

@@ -114,6 +114,20 @@ impl BenchArgs {
 }
 
 pub(crate) fn run(args: &BenchArgs) -> Result<Verdict> {
+    let report = collect(args)?;
+    ui::print(&report.render(args.format())?)?;
+    if !report.results.iter().any(report::Row::timed) {
+        bail!("nothing ran: every combination was skipped or failed");
+    }
+    Ok(Verdict::Agree)
+}
+
+/// What `--json` prints.
+pub(crate) fn figures(args: &BenchArgs) -> Result<serde_json::Value> {
+    Ok(serde_json::to_value(collect(args)?)?)
+}
+
+fn collect(args: &BenchArgs) -> Result<Report> {
     let shapes: Vec<Shape> = args.shapes.iter().flatten().copied().collect();
     let lanes = args.select.lanes()?;
     select::all_available(&lanes)?;
@@ -153,14 +167,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Verdict> {
         .filter_map(|lane| lane.backend.as_ref().ok())
         .map(|backend| backend.info())
         .collect();
-    let report = Report {
+    Ok(Report {
         schema: 1,
         environment: Environment::new(rayon::current_num_threads(), &infos),
         results,
-    };
-    ui::print(&report.render(args.format())?)?;
-    if !report.results.iter().any(report::Row::timed) {
-        bail!("nothing ran: every combination was skipped or failed");
-    }
-    Ok(Verdict::Agree)
+    })
 }

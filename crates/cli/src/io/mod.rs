@@ -19,6 +19,7 @@ use tilewise::{DType, Element, Options, Problem};
 
 use crate::args::problem::ProblemArgs;
 use crate::args::tensors::{ReadArgs, TensorArgs};
+use crate::chart::Chart;
 use crate::cli::Verdict;
 use crate::input::{self, AnyLoaded, Loaded};
 use crate::shapes::{self, Shape};
@@ -134,22 +135,7 @@ pub(crate) fn run(args: &IoArgs) -> Result<Verdict> {
         measure::worker(args, worker)?;
         return Ok(Verdict::Agree);
     }
-    let mut report = if args.inputs.is_empty() {
-        let problem = problem_of_shape(args)?;
-        let inputs = vec![format!("--shape {}", args.shape)];
-        Report::new(args, &problem, inputs, Modifiers::default(), &Source::Shape)?
-    } else {
-        let tensors = TensorArgs {
-            inputs: args.inputs.clone(),
-            read: args.read.clone(),
-        };
-        match input::load(&tensors, &args.problem)? {
-            AnyLoaded::F64(loaded) => of_file(args, &loaded),
-            AnyLoaded::F32(loaded) => of_file(args, &loaded),
-            AnyLoaded::F16(loaded) => of_file(args, &loaded),
-            AnyLoaded::BF16(loaded) => of_file(args, &loaded),
-        }?
-    };
+    let mut report = collect(args)?;
     if args.measure {
         if !args.inputs.is_empty() {
             bail!("--measure: expected --shape, got files");
@@ -166,6 +152,31 @@ pub(crate) fn run(args: &IoArgs) -> Result<Verdict> {
         ui::print(&table::render(&report))?;
     }
     Ok(report.verdict())
+}
+
+/// What `--json` prints, and the charts of `--svg`.
+pub(crate) fn figures(args: &IoArgs) -> Result<(serde_json::Value, Vec<Chart>)> {
+    let report = collect(args)?;
+    Ok((serde_json::to_value(&report)?, plot::charts(&report.over_n)))
+}
+
+fn collect(args: &IoArgs) -> Result<Report> {
+    if args.inputs.is_empty() {
+        let problem = problem_of_shape(args)?;
+        let inputs = vec![format!("--shape {}", args.shape)];
+        Report::new(args, &problem, inputs, Modifiers::default(), &Source::Shape)
+    } else {
+        let tensors = TensorArgs {
+            inputs: args.inputs.clone(),
+            read: args.read.clone(),
+        };
+        match input::load(&tensors, &args.problem)? {
+            AnyLoaded::F64(loaded) => of_file(args, &loaded),
+            AnyLoaded::F32(loaded) => of_file(args, &loaded),
+            AnyLoaded::F16(loaded) => of_file(args, &loaded),
+            AnyLoaded::BF16(loaded) => of_file(args, &loaded),
+        }
+    }
 }
 
 /// The problem of `--shape`.

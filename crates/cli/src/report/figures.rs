@@ -1,0 +1,229 @@
+//! What `bench` and `io` find, asked as their command lines would ask.
+
+use anyhow::{Context, Result};
+use clap::{Args, Command};
+use serde_json::Value;
+use tilewise::Algorithm;
+
+use super::{Plan, ReportArgs};
+use crate::args::select::Lane;
+use crate::bench::{self, BenchArgs};
+use crate::chart::{Chart, Series, colour_of};
+use crate::io::{self, IoArgs};
+use crate::ui;
+
+/// Timings and their charts.
+pub(super) struct Timed {
+    /// The command that measures the same.
+    pub(super) command: String,
+    pub(super) results: Vec<Value>,
+    pub(super) charts: Vec<Chart>,
+}
+
+/// Traffic: what `io` prints, and its charts.
+pub(super) struct Traffic {
+    pub(super) command: String,
+    pub(super) report: Value,
+    pub(super) charts: Vec<Chart>,
+}
+
+/// Arguments as a command line gives them.
+fn parse<A: Args>(words: &[String]) -> Result<A> {
+    let command = A::augment_args(Command::new("tilewise").no_binary_name(true));
+    let matches = command
+        .try_get_matches_from(words)
+        .context("the report's own arguments")?;
+    Ok(A::from_arg_matches(&matches)?)
+}
+
+fn bench(
+    args: &ReportArgs,
+    plan: &Plan,
+    shape: String,
+    ceilings: bool,
+) -> Result<(String, Vec<Value>)> {
+    let mut words = vec![
+        "--shapes".into(),
+        shape,
+        "--dtype".into(),
+        args.dtype.to_string(),
+    ];
+    words.extend(["--memory-limit".into(), args.memory_limit.to_string()]);
+    words.extend(args.select.words());
+    if let Some(threads) = args.threads {
+        words.extend(["--threads".into(), threads.to_string()]);
+    }
+    if let Some(repeat) = plan.repeat {
+        words.extend(["--repeat".into(), repeat.to_string()]);
+    }
+    if ceilings {
+        words.push("--ceilings".into());
+    }
+    let found = bench::figures(&parse::<BenchArgs>(&words)?)?;
+    let results = found["results"].as_array().cloned().unwrap_or_default();
+    Ok((format!("tilewise bench {}", words.join(" ")), results))
+}
+
+fn list(values: &[usize]) -> String {
+    let texts: Vec<String> = values.iter().map(usize::to_string).collect();
+    texts.join(":")
+}
+
+pub(super) fn speed(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
+    let shape = format!(
+        "b=1,hq={},sq={},d={}",
+        plan.heads,
+        list(&plan.lengths),
+        plan.head_dim
+    );
+    let (command, results) = bench(args, plan, shape, true)?;
+    let charts = backends(&results)
+        .into_iter()
+        .map(|backend| {
+            let mut series = lines(&results, &backend, "sq", |row| row["gflops"].as_f64());
+            let roof = roof(&results, &backend);
+            if !roof.is_empty() {
+                series.push(Series {
+                    name: "measured ceiling".into(),
+                    colour: 4,
+                    dashed: true,
+                    points: roof,
+                });
+            }
+            Chart {
+                title: format!("{backend}: speed over N"),
+                x: "N",
+                y: "GFLOP/s".into(),
+                series,
+                y_label: |x| ui::significant(Some(x)),
+            }
+        })
+        .collect();
+    Ok(Timed {
+        command,
+        results,
+        charts,
+    })
+}
+
+pub(super) fn heads(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
+    let shape = format!(
+        "b=1,hq={},sq={},d={}",
+        list(&plan.head_counts),
+        plan.heads_length,
+        plan.head_dim
+    );
+    let (command, results) = bench(args, plan, shape, false)?;
+    let charts = backends(&results)
+        .into_iter()
+        .map(|backend| Chart {
+            title: format!("{backend}: few heads and many, N = {}", plan.heads_length),
+            x: "heads",
+            y: "GFLOP/s".into(),
+            series: lines(&results, &backend, "hq", |row| row["gflops"].as_f64()),
+            y_label: |x| ui::significant(Some(x)),
+        })
+        .collect();
+    Ok(Timed {
+        command,
+        results,
+        charts,
+    })
+}
+
+/// Backends that were timed, in order.
+fn backends(results: &[Value]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    for row in results.iter().filter(|row| row["median_ms"].is_number()) {
+        let name = row["backend"].as_str().unwrap_or_default();
+        if !names.iter().any(|known| known == name) {
+            names.push(name.to_string());
+        }
+    }
+    names
+}
+
+/// A line for each algorithm (and instruction set, if several were asked for), over an axis of the shape.
+fn lines(
+    results: &[Value],
+    backend: &str,
+    axis: &str,
+    value: fn(&Value) -> Option<f64>,
+) -> Vec<Series> {
+    let mut series: Vec<Series> = Vec::new();
+    let rows = || results.iter().filter(|row| row["backend"] == backend);
+    let mut isas: Vec<&str> = rows().filter_map(|row| row["isa"].as_str()).collect();
+    isas.sort_unstable();
+    isas.dedup();
+    for row in rows() {
+        let (Some(x), Some(y)) = (row["shape"][axis].as_f64(), value(row)) else {
+            continue;
+        };
+        let algorithm = row["algorithm"].as_str().unwrap_or_default();
+        let name = match row["isa"].as_str() {
+            Some(isa) if isas.len() > 1 => format!("{algorithm} {isa}"),
+            _ => algorithm.to_string(),
+        };
+        match series.iter_mut().find(|series| series.name == name) {
+            Some(series) => series.points.push((x, y)),
+            None => series.push(Series {
+                name,
+                colour: algorithm.parse::<Algorithm>().map_or(5, colour_of),
+                dashed: false,
+                points: vec![(x, y)],
+            }),
+        }
+    }
+    series
+}
+
+/// What the machine could do at most at each N: the speed over its share of the ceiling.
+fn roof(results: &[Value], backend: &str) -> Vec<(f64, f64)> {
+    let mut points: Vec<(f64, f64)> = Vec::new();
+    for row in results.iter().filter(|row| row["backend"] == backend) {
+        let (Some(n), Some(speed), Some(share)) = (
+            row["shape"]["sq"].as_f64(),
+            row["gflops"].as_f64(),
+            row["ceiling_share"].as_f64(),
+        ) else {
+            continue;
+        };
+        // All algorithms of one shape stand against the same measurement.
+        if points.last().is_none_or(|last| last.0 != n) {
+            points.push((n, speed / share));
+        }
+    }
+    points
+}
+
+/// For the chip that runs: an H100 or H200 by its name, otherwise this CPU's cache.
+pub(super) fn traffic(args: &ReportArgs, plan: &Plan, lanes: &[Lane]) -> Result<Traffic> {
+    let device = lanes
+        .iter()
+        .filter_map(|lane| lane.backend.as_ref().ok())
+        .map(|backend| backend.info().device.to_ascii_lowercase())
+        .find_map(|device| {
+            ["a100", "h100", "h200"]
+                .into_iter()
+                .find(|chip| device.contains(chip))
+        });
+    let words: Vec<String> = [
+        "--shape",
+        &format!(
+            "1,{0},{0},{1},{1},{2}",
+            plan.heads, plan.heads_length, plan.head_dim
+        ),
+        "--dtype",
+        args.dtype.name(),
+        "--chip",
+        device.unwrap_or("cpu"),
+    ]
+    .map(String::from)
+    .into();
+    let (report, charts) = io::figures(&parse::<IoArgs>(&words)?)?;
+    Ok(Traffic {
+        command: format!("tilewise io {}", words.join(" ")),
+        report,
+        charts,
+    })
+}
