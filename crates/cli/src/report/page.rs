@@ -336,7 +336,7 @@ fn traffic(page: &mut String, traffic: &Traffic) -> Result<()> {
         "exp",
         "rescale O",
         "divide",
-        "others per 1000 multiply-adds",
+        "others a 1000 mul-adds",
         "counted",
     ]);
     let mib = |value: &Value| significant(value.as_f64().map(|bytes| bytes / f64::from(1 << 20)));
