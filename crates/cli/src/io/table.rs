@@ -220,6 +220,22 @@ fn totals(text: &mut String, report: &Report) {
         ]);
     }
     text.push_str(&grid.render());
+    for traffic in &report.algorithms {
+        let a_tile = |x: u128| match x {
+            0 => "0".into(),
+            x => significant(Some(x as f64 / (traffic.work.tiles as f64).max(1.0))),
+        };
+        let work = traffic.work;
+        let _ = writeln!(
+            text,
+            "  {:9}a tile on average: {} multiply-adds, {} exp, {} rescale, {} divide",
+            traffic.algorithm,
+            a_tile(work.multiply_adds),
+            a_tile(work.exps),
+            a_tile(work.rescales),
+            a_tile(work.divisions)
+        );
+    }
     text.push('\n');
 }
 
