@@ -53,6 +53,29 @@ impl<'a, T: Element> KeySource<'a, T> {
         }
     }
 
+    /// Whether the elements of a key, and of a value, are neighbours in memory.
+    pub(crate) fn is_contiguous(&self, shape: &Shape) -> bool {
+        (shape.head_dim <= 1 || self.k.plane.key == 1)
+            && (shape.head_dim_v <= 1 || self.v.plane.key == 1)
+    }
+
+    /// The keys from `from` on that lie one `step` behind the other, up to `to` at most: their end,
+    /// and for K and V the first element that key 0 would have in that row of keys, and the step.
+    pub(crate) fn run(&self, from: usize, to: usize) -> (usize, [(*const T, isize); 2]) {
+        let end = match self.pages {
+            None => to,
+            Some((_, size)) => to.min((from / size + 1) * size),
+        };
+        let axis = |axis: &Axis<T>| {
+            let step = axis.plane.row;
+            (
+                self.at(axis, from).wrapping_offset(-(from as isize * step)),
+                step,
+            )
+        };
+        (end, [axis(&self.k), axis(&self.v)])
+    }
+
     /// First element of key `j` on `axis`.
     fn at(&self, axis: &Axis<T>, j: usize) -> *const T {
         let (page, slot) = match self.pages {

@@ -188,3 +188,49 @@ fn huge_scores_pick_the_largest_and_tiny_scales_average() {
         }
     });
 }
+
+#[test]
+fn few_queries_neither_read_nor_leak_what_is_hidden() {
+    let (q, mut k, mut v) = (numbers(1), numbers(2), numbers(3));
+    let [_, heads, keys, d] = SHAPE;
+    let mask: Vec<u8> = (0..keys).map(|j| u8::from(j != 9)).collect();
+    let mask = TensorView::bhsd(&mask, [1, 1, 1, keys]).unwrap();
+    let used = [37];
+    let rows = 3;
+    let run = |backend: &CpuBackend, algorithm, k: &[f32], v: &[f32]| {
+        let view = |data| TensorView::bhsd(data, SHAPE).unwrap();
+        let q = view(&q).narrow(2, 0..rows);
+        let inputs = Inputs::new(q, view(k), view(v)).mask(mask).seqused_k(&used);
+        let problem = Problem::new(&inputs, &Options::new()).unwrap();
+        run(backend, &problem, &inputs, algorithm)
+    };
+    each(|backend, algorithm| {
+        let (clean, clean_lse) = run(backend, algorithm, &k, &v);
+        assert!(clean.iter().all(|x| x.is_finite()));
+        let (old_k, old_v) = (k.clone(), v.clone());
+        for head in 0..heads {
+            for key in [9, 37, 38, 39] {
+                let at = (head * keys + key) * d;
+                k[at..at + d].fill(f32::NAN);
+                v[at..at + d].fill(f32::NAN);
+            }
+        }
+        let (out, lse) = run(backend, algorithm, &k, &v);
+        // The careful way adds in another order of the same steps: bits may differ by rounding.
+        for (a, b) in out.iter().zip(&clean) {
+            assert!((a - b).abs() < 1e-6, "{algorithm}: {a} {b}");
+        }
+        assert_eq!(lse, clean_lse);
+        // A visible NaN does reach its component, in its head only.
+        v[(keys + 20) * d + 4] = f32::NAN;
+        let (out, _) = run(backend, algorithm, &k, &v);
+        for (at, x) in out.iter().enumerate() {
+            assert_eq!(
+                x.is_nan(),
+                at / (rows * d) == 1 && at % d == 4,
+                "{algorithm}"
+            );
+        }
+        (k, v) = (old_k, old_v);
+    });
+}

@@ -4,6 +4,7 @@
 //! packed keys. Its scores and probabilities live in a strip of `MR` × [`s_stride`] numbers that
 //! stays in L1; Õ, m and ℓ of the rows are updated in place.
 
+pub(crate) mod few;
 pub(crate) mod gemm;
 pub(crate) mod pack;
 pub(crate) mod probe;

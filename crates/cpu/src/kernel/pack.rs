@@ -19,7 +19,7 @@ pub(crate) struct Rows<'a, T> {
 
 /// `n` elements from `at` on, the other lanes 0.
 #[inline(always)]
-unsafe fn chunk<T: Element, V: Convert<T>>(at: *const T, step: isize, n: usize) -> V {
+pub(crate) unsafe fn chunk<T: Element, V: Convert<T>>(at: *const T, step: isize, n: usize) -> V {
     // SAFETY: the caller vouches for n ≤ LANES elements, `step` apart.
     unsafe {
         if step == 1 && n == V::LANES {

@@ -4,6 +4,7 @@
 use tilewise_core::half::{bf16, f16};
 use tilewise_core::{DType, Element};
 
+use super::few::{self, Unpacked};
 use super::pack::Rows;
 use super::{Block, Modifiers, pack, probe, rows, scores, softmax, weighted};
 use crate::isa::Isa;
@@ -53,8 +54,12 @@ pub(crate) struct Kernels<T: Element> {
     pub(crate) transposed: unsafe fn(&Rows<'_, T>, usize, T::Acc, *mut T::Acc),
     /// [`pack::panels`]: rows, panel stride, to.
     pub(crate) panels: unsafe fn(&Rows<'_, T>, usize, *mut T::Acc) -> bool,
+    /// [`few::products`].
+    pub(crate) few_products: unsafe fn(&Block<T::Acc>, &Unpacked<T>),
+    /// [`few::weighted_values`].
+    pub(crate) few_weighted: unsafe fn(&Block<T::Acc>, &Unpacked<T>),
     /// [`scores::modify`].
-    modify: unsafe fn(&Block<T::Acc>, &Modifiers<T>),
+    pub(crate) modify: unsafe fn(&Block<T::Acc>, &Modifiers<T>),
     /// [`rows::finish`]: acc, divisor, length, out.
     pub(crate) finish: unsafe fn(*const T::Acc, T::Acc, usize, *mut T),
 }
@@ -187,6 +192,10 @@ macro_rules! table {
                 pack::transposed::<T, V>(rows, stride, sign, to);
             panels(rows: &Rows<'_, T>, panel_stride: usize, to: *mut A) -> bool =
                 pack::panels::<T, V>(rows, panel_stride, to);
+            few_products(block: &Block<A>, unpacked: &Unpacked<T>) =
+                few::products::<T, V>(block, unpacked);
+            few_weighted(block: &Block<A>, unpacked: &Unpacked<T>) =
+                few::weighted_values::<T, V>(block, unpacked);
             modify(block: &Block<A>, modifiers: &Modifiers<T>) =
                 scores::modify::<T, V>(block, modifiers);
             finish(acc: *const A, divisor: A, len: usize, out: *mut T) =
@@ -196,6 +205,8 @@ macro_rules! table {
             tile: <V as TileTable>::TABLE,
             transposed,
             panels,
+            few_products,
+            few_weighted,
             modify,
             finish,
         }

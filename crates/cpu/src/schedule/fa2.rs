@@ -13,6 +13,7 @@ use tilewise_core::{Element, Result};
 use crate::call::{Call, KvHead};
 use crate::packed::Packed;
 use crate::parallel::{in_order, threads};
+use crate::schedule::decode;
 use crate::shape::Shape;
 use crate::tile::Scratch;
 
@@ -53,21 +54,35 @@ pub(crate) fn workspace_bytes<T: Element>(
     rows: usize,
     keys: usize,
 ) -> u64 {
+    // Few rows may take the other schedule: whichever needs more.
+    let few = decode::workspace_bytes::<T>(shape, heads, group * rows.min(decode::MOST_ROWS), keys);
     let threads = threads();
     let tiles = group * rows.div_ceil(shape.q_tile);
     let (k, v) = Packed::<T>::elements(shape, keys);
     let packed = (k + v) as u64 * size_of::<T::Acc>() as u64;
     let scratch = Scratch::<T>::bytes(shape, rows.min(shape.q_tile)) as u64;
-    heads_in_flight(threads, heads, tiles) as u64 * packed
+    let many = heads_in_flight(threads, heads, tiles) as u64 * packed
         + threads as u64 * scratch
-        + (heads * (tiles + keys.div_ceil(KEYS_A_PACKING)) * size_of::<Item>()) as u64
+        + (heads * (tiles + keys.div_ceil(KEYS_A_PACKING)) * size_of::<Item>()) as u64;
+    if group * rows <= decode::MOST_ROWS {
+        many.max(few)
+    } else {
+        many
+    }
 }
 
 /// Runs the call.
 pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     let shape = &call.machinery.shape;
     let group = call.problem.dims().group();
-    let heads = call.kv_heads();
+    let (few, heads): (Vec<_>, Vec<_>) = call
+        .kv_heads()
+        .into_iter()
+        .partition(|&at| decode::is_for(call, at));
+    decode::forward(call, &few)?;
+    if heads.is_empty() {
+        return Ok(());
+    }
     let threads = threads();
     let fewest_tiles = heads
         .iter()

@@ -132,6 +132,28 @@ unsafe impl Vector for F32x8 {
     }
 
     #[inline(always)]
+    unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self {
+        isa!({
+            let mut t = [_mm256_setzero_ps(); 4];
+            for (i, t) in t.iter_mut().enumerate() {
+                let (a, b) = (rows[2 * i].0, rows[2 * i + 1].0);
+                *t = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            }
+            let pairs = |a, b| {
+                let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+                _mm256_add_ps(
+                    _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                    _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)),
+                )
+            };
+            let (a, b) = (pairs(t[0], t[1]), pairs(t[2], t[3]));
+            F32x8(_mm256_add_ps(
+                _mm256_permute2f128_ps::<0x20>(a, b),
+                _mm256_permute2f128_ps::<0x31>(a, b),
+            ))
+        })
+    }
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
         isa!({
             let mut t = [_mm256_setzero_ps(); 8];
@@ -260,6 +282,17 @@ unsafe impl Vector for F64x4 {
         isa!(F64x4(_mm256_setr_pd(0., 1., 2., 3.)))
     }
 
+    #[inline(always)]
+    unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self {
+        isa!({
+            let pair = |a, b| _mm256_add_pd(_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+            let (a, b) = (pair(rows[0].0, rows[1].0), pair(rows[2].0, rows[3].0));
+            F64x4(_mm256_add_pd(
+                _mm256_permute2f128_pd::<0x20>(a, b),
+                _mm256_permute2f128_pd::<0x31>(a, b),
+            ))
+        })
+    }
     #[inline(always)]
     unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
         isa!({

@@ -117,6 +117,31 @@ unsafe impl Vector for F32x16 {
     }
 
     #[inline(always)]
+    unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self {
+        isa!({
+            // Each step adds halves of two registers into one: 16 → 8 → 4 → 2 → 1.
+            let mut t = [_mm512_setzero_ps(); 8];
+            for (i, t) in t.iter_mut().enumerate() {
+                let (a, b) = (rows[2 * i].0, rows[2 * i + 1].0);
+                *t = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            let mut u = [_mm512_setzero_ps(); 4];
+            for (i, u) in u.iter_mut().enumerate() {
+                let a = _mm512_castps_pd(t[2 * i]);
+                let b = _mm512_castps_pd(t[2 * i + 1]);
+                *u = _mm512_add_ps(
+                    _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)),
+                );
+            }
+            let halves = |a, b| {
+                let even = _mm512_shuffle_f32x4::<0x88>(a, b);
+                _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xdd>(a, b))
+            };
+            F32x16(halves(halves(u[0], u[1]), halves(u[2], u[3])))
+        })
+    }
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
         isa!({
             // Pairs, then quadruples of rows, within 128 bits; then the 4 × 4 square of those.
@@ -236,6 +261,21 @@ unsafe impl Vector for F64x8 {
         isa!(F64x8(_mm512_setr_pd(0., 1., 2., 3., 4., 5., 6., 7.)))
     }
 
+    #[inline(always)]
+    unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self {
+        isa!({
+            let mut t = [_mm512_setzero_pd(); 4];
+            for (i, t) in t.iter_mut().enumerate() {
+                let (a, b) = (rows[2 * i].0, rows[2 * i + 1].0);
+                *t = _mm512_add_pd(_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+            }
+            let halves = |a, b| {
+                let even = _mm512_shuffle_f64x2::<0x88>(a, b);
+                _mm512_add_pd(even, _mm512_shuffle_f64x2::<0xdd>(a, b))
+            };
+            F64x8(halves(halves(t[0], t[1]), halves(t[2], t[3])))
+        })
+    }
     #[inline(always)]
     unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
         isa!({

@@ -60,6 +60,8 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn reduce_add(self) -> Self::E;
     /// 0, 1, 2, …
     unsafe fn iota() -> Self;
+    /// Lane n of the result is the sum of the lanes of `rows[n]`, each summed up in the same order.
+    unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self;
     /// Transposes the square that `LANES` registers are: `rows` has that many.
     unsafe fn transpose(rows: &mut [Self; MAX_LANES]);
 }

@@ -106,6 +106,19 @@ macro_rules! portable {
                 $name($wide::new($iota))
             }
             #[inline(always)]
+            unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self {
+                let mut square = [$wide::splat(0.0); $lanes];
+                for (to, from) in square.iter_mut().zip(rows.iter()) {
+                    *to = from.0;
+                }
+                let columns = $wide::transpose(square);
+                let mut sum = columns[0];
+                for column in &columns[1..] {
+                    sum += *column;
+                }
+                $name(sum)
+            }
+            #[inline(always)]
             unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
                 let mut square = [$wide::splat(0.0); $lanes];
                 for (to, from) in square.iter_mut().zip(rows.iter()) {
