@@ -137,6 +137,23 @@ pub enum Operation {
     Divide,
 }
 
+/// A row of P, made of a row of S ([`standard`](crate::schedule::standard)): safe softmax.
+#[derive(Clone, Copy, Debug)]
+pub struct Weights<'a, F> {
+    /// Position in [`Problem::sequences`](crate::Problem::sequences).
+    pub sequence: usize,
+    /// Query head.
+    pub head: usize,
+    /// The row, within the sequence.
+    pub row: usize,
+    /// m: its largest score, or the sink where that is larger.
+    pub m: F,
+    /// ℓ: the denominator relative to m, the sink included.
+    pub l: F,
+    /// P, `[keys]`: normalised, −0 where a key is hidden.
+    pub p: &'a [F],
+}
+
 /// The running state of a tile's rows after a step over it; everything per row.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a, F> {
@@ -201,6 +218,18 @@ pub trait Observer {
     /// A product was computed in a tile: first S = q kᵀ, then P v.
     fn product(&mut self, tile: &Tile, product: Product) {
         let _ = (tile, product);
+    }
+
+    /// The scores of a tile are in fast memory: S, `[rows, keys]`, after scale, softcap and bias,
+    /// −∞ where a key is hidden. In [`fa1`](crate::schedule::fa1) and
+    /// [`fa2`](crate::schedule::fa2) they leave it no more.
+    fn scores<F: Float>(&mut self, tile: &Tile, scores: &[F]) {
+        let _ = (tile, scores);
+    }
+
+    /// A row of S became a row of P ([`standard`](crate::schedule::standard)).
+    fn weights<F: Float>(&mut self, weights: &Weights<'_, F>) {
+        let _ = weights;
     }
 
     /// `count` operations besides products were done, counted for whole tiles.

@@ -30,6 +30,8 @@ pub struct Step<F> {
     pub l: F,
     /// e^(m before − m): what the denominator before was multiplied by. 0 in the first step.
     pub correction: F,
+    /// Σ e^(score − m) over the scores folded in: what was then added to the denominator.
+    pub sum: F,
 }
 
 /// The larger one; NaN if either is.
@@ -93,6 +95,7 @@ pub fn online_blocks<F: Float>(
             m,
             l,
             correction,
+            sum,
         });
         first = end;
     }

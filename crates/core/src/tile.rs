@@ -287,6 +287,12 @@ impl<F: Float> TileState<F> {
         &self.beta
     }
 
+    /// S of the block that the last [`absorb`](OnlineSoftmax::absorb) folded in, `[rows, keys]`, −∞
+    /// where a key is hidden; empty before the first.
+    pub fn scores(&self) -> &[F] {
+        &self.scores
+    }
+
     /// The rows of Õ (none if they have no element: then there is nothing to do to them).
     fn rows_mut(&mut self) -> impl Iterator<Item = &mut [F]> {
         self.acc.chunks_exact_mut(self.spec.head_dim_v.max(1))

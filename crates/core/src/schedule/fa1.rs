@@ -83,7 +83,7 @@ pub fn forward<T: Element>(
                 let mut block = math.begin(&spec)?;
                 math.absorb(&mut block, head.block(&chip, &tile))?;
                 math.merge(&mut state, &block)?;
-                head.report_tile(&tile, observer);
+                head.report_tile(&tile, block.scores(), observer);
                 // ℓ·O, α, and β for P̃v; then the normalisation.
                 observer.operations(Operation::Rescale, 3 * state.acc().len());
                 observer.operations(Operation::Divide, state.acc().len());

@@ -55,7 +55,7 @@ pub fn forward<T: Element>(
                 head.load_v(&mut chip, &tile.keys, observer);
                 head.load_modifiers(&mut chip, &tile, observer);
                 math.absorb(&mut state, head.block(&chip, &tile))?;
-                head.report_tile(&tile, observer);
+                head.report_tile(&tile, state.scores(), observer);
                 observer.operations(Operation::Rescale, rows.len() * width);
                 observer.step(&Step {
                     tile: &tile,

@@ -170,8 +170,18 @@ impl<T: Element> Head<'_, '_, T> {
         }
     }
 
+    /// Position in [`Problem::sequences`].
+    pub(super) fn sequence_index(&self) -> usize {
+        self.sequence_index
+    }
+
     /// S = q kᵀ of a tile.
-    pub(super) fn report_scores(&self, tile: &Tile, observer: &mut impl Observer) {
+    pub(super) fn report_scores(
+        &self,
+        tile: &Tile,
+        scores: &[T::Acc],
+        observer: &mut impl Observer,
+    ) {
         observer.product(
             tile,
             Product {
@@ -180,6 +190,7 @@ impl<T: Element> Head<'_, '_, T> {
                 inner: self.problem.dims().head_dim,
             },
         );
+        observer.scores(tile, scores);
     }
 
     /// P v of a tile.
@@ -195,8 +206,13 @@ impl<T: Element> Head<'_, '_, T> {
     }
 
     /// The two products of a tile and the exponentials between them.
-    pub(super) fn report_tile(&self, tile: &Tile, observer: &mut impl Observer) {
-        self.report_scores(tile, observer);
+    pub(super) fn report_tile(
+        &self,
+        tile: &Tile,
+        scores: &[T::Acc],
+        observer: &mut impl Observer,
+    ) {
+        self.report_scores(tile, scores, observer);
         observer.operations(Operation::Exp, tile.rows.len() * tile.keys.len());
         self.report_values(tile, observer);
     }

@@ -7,7 +7,7 @@ use super::{BlockSizes, Outputs, blocks, prepare, transfer};
 use crate::dtype::{Element, Float};
 use crate::error::{Error, Result};
 use crate::inputs::Inputs;
-use crate::observe::{Observer, Operation, Tensor};
+use crate::observe::{Observer, Operation, Tensor, Weights};
 use crate::problem::Problem;
 use crate::softmax::{exponent_base, max_or_nan};
 use crate::tile::TileSpec;
@@ -50,7 +50,7 @@ pub fn forward<T: Element>(
                 head.load_k(&mut chip, &tile.keys, observer);
                 head.load_modifiers(&mut chip, &tile, observer);
                 spec.scores(&head.block(&chip, &tile), &mut tile_scores)?;
-                head.report_scores(&tile, observer);
+                head.report_scores(&tile, &tile_scores, observer);
                 for (r, row) in rows.clone().enumerate() {
                     s[row * seqlen_k..][tile.keys.clone()]
                         .copy_from_slice(&tile_scores[r * tile.keys.len()..][..tile.keys.len()]);
@@ -65,9 +65,19 @@ pub fn forward<T: Element>(
         for (row, lse) in lse.iter_mut().enumerate() {
             observer.load(transfer::<T::Acc>(Tensor::S, seqlen_k));
             let at = row * seqlen_k..(row + 1) * seqlen_k;
-            *lse = softmax_row(&spec, &s[at.clone()], &mut p[at]);
+            let p = &mut p[at.clone()];
+            let (m, l) = softmax_row(&spec, &s[at], p);
+            *lse = log_sum(m, l);
             observer.operations(Operation::Exp, seqlen_k);
             observer.operations(Operation::Divide, seqlen_k);
+            observer.weights(&Weights {
+                sequence: head.sequence_index(),
+                head: head.index(),
+                row,
+                m,
+                l,
+                p,
+            });
             observer.store(transfer::<T::Acc>(Tensor::P, seqlen_k));
         }
 
@@ -101,8 +111,8 @@ fn hidden<F: Float>() -> F {
     F::neg_zero()
 }
 
-/// Three-pass softmax of one row of S; gives lse.
-fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> F {
+/// Three-pass softmax of one row of S; gives (m, ℓ), the sink included.
+fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> (F, F) {
     let sink = spec.sink().unwrap_or(F::neg_infinity());
     let m = s.iter().fold(sink, |m, &s| max_or_nan(m, s));
     let base = exponent_base(m);
@@ -117,6 +127,11 @@ fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> F {
             (s - base).exp() / l
         };
     }
+    (m, l)
+}
+
+/// L = m + ln ℓ.
+fn log_sum<F: Float>(m: F, l: F) -> F {
     if m == F::neg_infinity() {
         m
     } else {

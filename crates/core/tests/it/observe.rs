@@ -6,7 +6,9 @@ use crate::common::{Case, Sequences, case};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use tilewise_core::half::bf16;
-use tilewise_core::observe::{Finish, Operation, Product, Step, Tensor, Tile, Transfer};
+use tilewise_core::observe::{
+    Finish, Operation, Product, Step, Tensor, Tile, Transfer, Weights,
+};
 use tilewise_core::schedule;
 use tilewise_core::{
     Algorithm, BlockSizes, Element, Float, Inputs, Live, Observer, Options, Problem, TensorView,
@@ -234,11 +236,27 @@ proptest! {
 struct Diary {
     steps: Vec<[f64; 4]>,
     blocks: Vec<[f64; 3]>,
+    scores: Vec<f64>,
+    weights: Vec<[f64; 2]>,
+    p: Vec<f64>,
     out: Vec<f64>,
     lse: Vec<f64>,
 }
 
 impl Observer for Diary {
+    fn scores<F: Float>(&mut self, tile: &Tile, scores: &[F]) {
+        assert_eq!(scores.len(), tile.rows.len() * tile.keys.len());
+        self.scores
+            .extend(scores.iter().map(|&x| Element::to_f64(x)));
+    }
+
+    fn weights<F: Float>(&mut self, weights: &Weights<'_, F>) {
+        self.weights
+            .push([weights.m, weights.l].map(Element::to_f64));
+        self.p
+            .extend(weights.p.iter().map(|&x| Element::to_f64(x)));
+    }
+
     fn step<F: Float>(&mut self, step: &Step<'_, F>) {
         let first = |values: &[F]| Element::to_f64(values[0]);
         self.steps.push([
@@ -295,7 +313,22 @@ fn scores_one_three_two_step_by_step() {
             near(got, expected);
         }
     }
-    for diary in [fa1, fa2] {
+    let standard = run(
+        Algorithm::Standard,
+        &problem,
+        &inputs,
+        (1, 1),
+        Diary::default(),
+    );
+    assert_eq!(standard.weights.len(), 1);
+    near(standard.weights[0][0], 3.0);
+    near(standard.weights[0][1], l[2]);
+    for (&p, s) in standard.p.iter().zip(k) {
+        near(p, e(s - 3.0) / l[2]);
+    }
+    assert!(fa1.weights.is_empty() && fa2.weights.is_empty());
+    for diary in [standard, fa1, fa2] {
+        assert_eq!(diary.scores, k);
         near(diary.out[0], acc[2] / l[2]);
         near(diary.lse[0], 3.0 + l[2].ln());
     }
