@@ -5,7 +5,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, check, compare, devices, generate, io as io_command, peer_worker, report, run};
+use crate::{
+    bench, check, compare, devices, generate, io as io_command, peer_worker, report, run, trace,
+};
 #[cfg(feature = "cuda")]
 use crate::{inspect, kernels};
 
@@ -20,6 +22,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Compare(compare::CompareArgs),
+    Trace(trace::TraceArgs),
     Run(run::RunArgs),
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
@@ -48,6 +51,7 @@ pub(crate) enum Verdict {
 pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Compare(args) => compare::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args),

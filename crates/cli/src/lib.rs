@@ -28,6 +28,7 @@ mod report;
 mod run;
 mod shapes;
 mod stats;
+mod trace;
 mod ui;
 
 pub use cli::main;

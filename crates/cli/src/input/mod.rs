@@ -2,6 +2,7 @@
 
 mod axes;
 mod case;
+mod direct;
 mod source;
 
 use anyhow::{Context, Result, anyhow};
@@ -12,6 +13,8 @@ use crate::args::problem::ProblemArgs;
 use crate::args::tensors::{Layout, TensorArgs};
 use crate::container::{Kind, Plain, Tensor};
 use source::Source;
+
+pub(crate) use direct::{Matrix, direct};
 
 /// Elements in the order in which the file holds them, and how to step through them.
 #[derive(Debug)]

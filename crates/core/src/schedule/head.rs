@@ -206,12 +206,7 @@ impl<T: Element> Head<'_, '_, T> {
     }
 
     /// The two products of a tile and the exponentials between them.
-    pub(super) fn report_tile(
-        &self,
-        tile: &Tile,
-        scores: &[T::Acc],
-        observer: &mut impl Observer,
-    ) {
+    pub(super) fn report_tile(&self, tile: &Tile, scores: &[T::Acc], observer: &mut impl Observer) {
         self.report_scores(tile, scores, observer);
         observer.operations(Operation::Exp, tile.rows.len() * tile.keys.len());
         self.report_values(tile, observer);

@@ -6,9 +6,7 @@ use crate::common::{Case, Sequences, case};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use tilewise_core::half::bf16;
-use tilewise_core::observe::{
-    Finish, Operation, Product, Step, Tensor, Tile, Transfer, Weights,
-};
+use tilewise_core::observe::{Finish, Operation, Product, Step, Tensor, Tile, Transfer, Weights};
 use tilewise_core::schedule;
 use tilewise_core::{
     Algorithm, BlockSizes, Element, Float, Inputs, Live, Observer, Options, Problem, TensorView,
@@ -253,8 +251,7 @@ impl Observer for Diary {
     fn weights<F: Float>(&mut self, weights: &Weights<'_, F>) {
         self.weights
             .push([weights.m, weights.l].map(Element::to_f64));
-        self.p
-            .extend(weights.p.iter().map(|&x| Element::to_f64(x)));
+        self.p.extend(weights.p.iter().map(|&x| Element::to_f64(x)));
     }
 
     fn step<F: Float>(&mut self, step: &Step<'_, F>) {
