@@ -1,0 +1,182 @@
+//! Compiles the committed list of kernel variants and compares what the assembler says of registers,
+//! stack and spills with the committed table. Needs NVRTC (`TILEWISE_NVRTC`), but no GPU.
+//!
+//! `kernel_resources` checks; `kernel_resources --write` writes the table anew.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tilewise_core::DType;
+use tilewise_cuda::kernels::{Selection, Variant, compute_of, list, shared_limit};
+use tilewise_cuda::nvrtc::Nvrtc;
+
+/// Most variants: all of them compile within minutes on two cores.
+const MOST: usize = 120;
+
+/// Registers a thread, bytes of stack, bytes of spill stores.
+type Use = (u32, u32, u32);
+
+/// The variants that are compiled for each architecture: every fa2 kernel that lies on 16 bytes, one
+/// of each other kind, and for chips with little shared memory one to show that its tiles fit.
+fn chosen(arch: &str) -> Vec<Variant> {
+    let compute = compute_of(arch).unwrap_or_default();
+    let all = list(
+        compute,
+        &Selection {
+            dtypes: vec![DType::BF16, DType::F16, DType::F32],
+            head_dims: vec![64, 128, 256],
+            score: true,
+            strided: true,
+        },
+    );
+    all.into_iter()
+        .filter(|variant| {
+            let name = variant.name.as_str();
+            let has = |part: &str| name.contains(part);
+            let plain = !has("-score") && !has("-strided");
+            let state = has("-state1");
+            if matches!(compute, 86 | 89) {
+                return has("fa2-bf16-d128-causal") && plain && !state;
+            }
+            if name.starts_with("fa2") {
+                return match (state, plain) {
+                    (false, true) => true,
+                    (true, _) => has("-d128-band") && !has("-strided"),
+                    (false, false) => has("-d64-causal-score-strided"),
+                };
+            }
+            if name.starts_with("fa1") {
+                return plain && has("-causal");
+            }
+            if name.starts_with("standard") {
+                return plain && !has("f16-") && (has("-d128-") || has("softmax")) && !has("-band")
+                    || has("softmax-bf16-d64-band-score");
+            }
+            !has("-f16-")
+        })
+        .collect()
+}
+
+fn number_before(log: &str, what: &str) -> Option<u32> {
+    let end = log.find(what)?;
+    log[..end].split_whitespace().next_back()?.parse().ok()
+}
+
+fn measure(nvrtc: &Nvrtc, arch: &str, variant: &Variant) -> Result<Use, String> {
+    let log = variant.compile(nvrtc, arch)?.log;
+    let registers = log
+        .split("Used ")
+        .nth(1)
+        .and_then(|rest| rest.split_whitespace().next()?.parse().ok());
+    match (
+        registers,
+        number_before(&log, " bytes stack frame"),
+        number_before(&log, " bytes spill stores"),
+    ) {
+        (Some(registers), Some(stack), Some(spill)) => Ok((registers, stack, spill)),
+        _ => Err(format!("the assembler's report cannot be read: {log}")),
+    }
+}
+
+fn read(table: &str) -> BTreeMap<(String, String), Use> {
+    table
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.is_empty())
+        .filter_map(|line| {
+            let mut words = line.split_whitespace();
+            let key = (words.next()?.to_owned(), words.next()?.to_owned());
+            let mut next = || words.next()?.parse().ok();
+            Some((key, (next()?, next()?, next()?)))
+        })
+        .collect()
+}
+
+fn main() -> ExitCode {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernel_resources.txt");
+    let write = std::env::args().nth(1).as_deref() == Some("--write");
+    let nvrtc = match Nvrtc::find(None) {
+        Ok(nvrtc) => nvrtc,
+        Err(reason) => {
+            eprintln!("{reason}");
+            return ExitCode::FAILURE;
+        }
+    };
+    println!("{nvrtc}");
+    let work: Vec<(&str, Variant)> = ["sm_80", "sm_86", "sm_89", "sm_90a"]
+        .into_iter()
+        .flat_map(|arch| chosen(arch).into_iter().map(move |variant| (arch, variant)))
+        .collect();
+    assert!(work.len() <= MOST, "{} variants are too many", work.len());
+    let allowed = read(&std::fs::read_to_string(&path).unwrap_or_default());
+    let (next, faults, found) = (
+        AtomicUsize::new(0),
+        Mutex::new(Vec::new()),
+        Mutex::new(BTreeMap::new()),
+    );
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((arch, variant)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let fault = |text: String| {
+                        let line = format!("{arch} {}: {text}", variant.name);
+                        faults.lock().unwrap().push(line);
+                    };
+                    let limit = shared_limit(compute_of(arch).unwrap_or_default());
+                    if variant.shared > limit {
+                        fault(format!("{} bytes of shared memory of {limit}", variant.shared));
+                    }
+                    let used = match measure(&nvrtc, arch, variant) {
+                        Ok(used) => used,
+                        Err(log) => {
+                            fault(log);
+                            continue;
+                        }
+                    };
+                    let key = ((*arch).to_owned(), variant.name.clone());
+                    match allowed.get(&key) {
+                        Some(&(_, stack, spill)) if used.1 <= stack && used.2 <= spill => {}
+                        Some(&(_, stack, spill)) if !write => fault(format!(
+                            "stack {} and spills {} where {stack} and {spill} are allowed",
+                            used.1, used.2
+                        )),
+                        None if !write => fault("is not in the table".into()),
+                        _ => {}
+                    }
+                    found.lock().unwrap().insert(key, used);
+                }
+            });
+        }
+    });
+    let found = found.into_inner().unwrap();
+    if write {
+        let mut text = format!(
+            "# What kernels may use, by {} {}.{}: architecture, variant, registers, bytes of stack, bytes of spill stores.\n\
+             # Checked and written by examples/kernel_resources.rs; registers are for information.\n",
+            "NVRTC",
+            nvrtc.version().0,
+            nvrtc.version().1
+        );
+        for ((arch, name), (registers, stack, spill)) in &found {
+            let _ = writeln!(text, "{arch} {name} {registers} {stack} {spill}");
+        }
+        if let Err(error) = std::fs::write(&path, text) {
+            eprintln!("{}: {error}", path.display());
+            return ExitCode::FAILURE;
+        }
+    }
+    let faults = faults.into_inner().unwrap();
+    for fault in &faults {
+        eprintln!("{fault}");
+    }
+    println!("{} kernels compiled, {} faults", found.len(), faults.len());
+    if faults.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
