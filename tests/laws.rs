@@ -75,9 +75,15 @@ fn partition<T: Element>(case: &Case, cuts: &[usize], order: u64) -> Result<(), 
     let data = case.data::<T>();
     let judged = judge(case, &data);
     let problem = Problem::dense(case.dims, case.dtype, &case.options).unwrap();
+    // A state is begun without its bias and mask; a backend that cannot absorb them says so of the whole.
+    let posed = Problem::new(&data.inputs(), &case.options).unwrap();
     let engines: Vec<_> = engines()
         .into_iter()
-        .filter(|(_, engine)| engine.backend().supports(&problem, Algorithm::Auto).is_ok())
+        .filter(|(_, engine)| {
+            let backend = engine.backend();
+            backend.supports(&problem, Algorithm::Auto).is_ok()
+                && backend.supports(&posed, Algorithm::Auto).is_ok()
+        })
         .collect();
     let mut parts = parts(case.dims.seqlen_k, cuts);
     let turn = order as usize % parts.len();

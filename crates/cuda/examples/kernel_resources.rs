@@ -128,7 +128,10 @@ fn main() -> ExitCode {
                     };
                     let limit = shared_limit(compute_of(arch).unwrap_or_default());
                     if variant.shared > limit {
-                        fault(format!("{} bytes of shared memory of {limit}", variant.shared));
+                        fault(format!(
+                            "{} bytes of shared memory of {limit}",
+                            variant.shared
+                        ));
                     }
                     let used = match measure(&nvrtc, arch, variant) {
                         Ok(used) => used,

@@ -12,6 +12,28 @@
 #define BM (WARPS * WM * 16)
 #define TILE_BYTES (BN * PITCH)
 
+#if GUARD_V
+#define NONFINITE(tile) (edge || F32 ? __syncthreads_or(scan_tile<BN, DP, NT>(tile, tid)) : (__syncthreads(), 0))
+// Rare: this V tile has NaN or infinite values. Rows that see one get it at once; the products get zero instead.
+#define POISON(tile)                                                                                                         \
+    if (poison) {                                                                                                            \
+        _Pragma("unroll 1") for (int k = 0; k < BN; ++k) {                                                                   \
+            _Pragma("unroll") for (int x = 0; x < WM; ++x) _Pragma("unroll") for (int r = 0; r < 2; ++r) {                   \
+                int row = row0 + x * 16 + r * 8;                                                                             \
+                if (key0 + k > last_key(a, row) || key0 + k < first_key(a, row)) continue;                                   \
+                _Pragma("unroll") for (int n = 0; n < DP / 8; ++n) _Pragma("unroll") for (int e = 0; e < 2; ++e)             \
+                    acc[x][n][2 * r + e] += nonfinite_at(tile, PITCH, k, n * 8 + 2 * (lane & 3) + e);                        \
+            }                                                                                                                \
+        }                                                                                                                    \
+        __syncthreads();                                                                                                     \
+        clear_tile<BN, DP, NT>(tile, tid);                                                                                   \
+        __syncthreads();                                                                                                     \
+    }
+#else
+#define NONFINITE(tile) (__syncthreads(), 0)
+#define POISON(tile)
+#endif
+
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) char smem[];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -99,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         const bool edge = key0 + BN > a.sk;
 #endif
 #if STAGES == 2
-        const bool poison = GUARD_V && (edge || F32) ? __syncthreads_or(scan_tile<BN, DP, NT>(v_at, tid)) : (__syncthreads(), 0);
+        [[maybe_unused]] const bool poison = NONFINITE(v_at);
 #else
         __syncthreads();
         load_tile<BN, DP, NT>(v_at, a.v, vp, key0, a.sk, a.d, tid);
@@ -124,7 +146,25 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         stage ^= 2 * TILE_BYTES;
 #endif
         // A tile whose keys no row of this warp sees costs it nothing but the barriers.
-        const bool works = MASK == 0 || (key0 <= w_hi && (MASK != 2 || key0 + BN - 1 >= w_lo));
+        const bool idle = MASK >= 1 && (key0 > w_hi || (MASK == 2 && key0 + BN - 1 < w_lo));
+#if STAGES == 2
+        POISON(v_at)
+        if (idle) continue;
+#else
+        // V has arrived, and nobody reads K any more.
+#define TURN                                                                                                                 \
+        cp_wait<0>();                                                                                                        \
+        [[maybe_unused]] const bool poison = NONFINITE(v_at);                                                                \
+        if (j > jmin) {                                                                                                      \
+            load_tile<BN, DP, NT>(k_at, a.k, kp, key0 - BN, a.sk, a.d, tid);                                                 \
+            cp_commit();                                                                                                     \
+        }                                                                                                                    \
+        POISON(v_at)
+        if (idle) {
+            TURN
+            continue;
+        }
+#endif
 
         float s[WM][BN / 8][4];
 #pragma unroll
@@ -133,44 +173,14 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
             for (int n = 0; n < BN / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[x][n][e] = 0.f;
-        if (works) {
 #if QREG
         product_nt<WM, BN / 8, DP, true>(s, 0, PITCH, qf, k_at, PITCH, lane);
 #else
         product_nt<WM, BN / 8, DP, false>(s, sq_at + warp * WM * 16 * PITCH, PITCH, nullptr, k_at, PITCH, lane);
 #endif
-        }
 #if STAGES == 1
-        cp_wait<0>();
-        const bool poison = GUARD_V && (edge || F32) ? __syncthreads_or(scan_tile<BN, DP, NT>(v_at, tid)) : (__syncthreads(), 0);
-        if (j > jmin) {
-            load_tile<BN, DP, NT>(k_at, a.k, kp, key0 - BN, a.sk, a.d, tid);
-            cp_commit();
-        }
+        TURN
 #endif
-#if GUARD_V
-        if (poison) {
-            // Rare: this V tile has NaN or infinite values and hidden keys.
-#pragma unroll 1
-            for (int k = 0; k < BN; ++k) {
-#pragma unroll
-                for (int x = 0; x < WM; ++x)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        int row = row0 + x * 16 + r * 8;
-                        if (key0 + k > last_key(a, row) || key0 + k < first_key(a, row)) continue;
-#pragma unroll
-                        for (int n = 0; n < DP / 8; ++n)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at(v_at, PITCH, k, n * 8 + 2 * (lane & 3) + e);
-                    }
-            }
-            __syncthreads();
-            clear_tile<BN, DP, NT>(v_at, tid);
-            __syncthreads();
-        }
-#endif
-        if (!works) continue;
 
 #if SCORE
 #pragma unroll

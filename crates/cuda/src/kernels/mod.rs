@@ -10,6 +10,7 @@ pub mod state;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sha2::{Digest, Sha256};
 use tilewise_core::{DType, MaskRule};
@@ -377,20 +378,19 @@ pub struct Built {
 
 /// Compiles `selection` for each of `archs` (`sm_80`, `sm_90a`; `compute_80` gives PTX, which the
 /// driver of a later chip can finish) into `folder`, from which a host with a driver alone runs.
-/// Needs NVRTC, but no GPU. `progress` is told of each kernel.
+/// Needs NVRTC, but no GPU; works on all processors. `progress` is told of each kernel.
 ///
 /// # Errors
-/// No NVRTC, an architecture it does not know, a kernel that does not compile, or a folder that
+/// An architecture that the compiler does not know, a kernel that does not compile, or a folder that
 /// cannot be written.
 pub fn build(
     archs: &[String],
     folder: &Path,
     selection: &Selection,
     nvrtc: &Nvrtc,
-    mut progress: impl FnMut(&Built),
+    progress: impl Fn(&Built) + Sync,
 ) -> Result<Vec<Built>, String> {
-    let store = Store::at(folder);
-    let mut built = Vec::new();
+    let mut work = Vec::new();
     for arch in archs {
         let compute = compute_of(arch).ok_or_else(|| {
             format!("{arch}: expected an architecture such as sm_80, sm_90a or compute_80")
@@ -398,22 +398,52 @@ pub fn build(
         if !nvrtc.supports(compute) {
             return Err(format!("{arch}: {nvrtc} does not know it"));
         }
-        for variant in list(compute, selection) {
-            let compiled = variant.compile(nvrtc, arch)?;
-            let path = store
-                .save(&variant, arch, None, &compiled.image)
-                .map_err(|e| format!("{}: {e}", folder.display()))?;
-            let one = Built {
-                name: variant.name.clone(),
-                arch: arch.clone(),
-                path,
-                bytes: compiled.image.len() as u64,
-            };
-            progress(&one);
-            built.push(one);
-        }
+        work.extend(
+            list(compute, selection)
+                .into_iter()
+                .map(|variant| (arch, variant)),
+        );
     }
-    Ok(built)
+    let store = Store::at(folder);
+    let next = AtomicUsize::new(0);
+    let one = |arch: &str, variant: &Variant| -> Result<Built, String> {
+        let compiled = variant.compile(nvrtc, arch)?;
+        let path = store
+            .save(variant, arch, None, &compiled.image)
+            .map_err(|e| format!("{}: {e}", folder.display()))?;
+        let built = Built {
+            name: variant.name.clone(),
+            arch: arch.to_owned(),
+            path,
+            bytes: compiled.image.len() as u64,
+        };
+        progress(&built);
+        Ok(built)
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut built = Vec::new();
+                    while let Some((arch, variant)) = work.get(next.fetch_add(1, Ordering::Relaxed))
+                    {
+                        built.push(one(arch, variant)?);
+                    }
+                    Ok::<_, String>(built)
+                })
+            })
+            .collect();
+        let mut built = Vec::with_capacity(work.len());
+        for worker in workers {
+            match worker.join() {
+                Ok(part) => built.extend(part?),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        built.sort_by(|a, b| (&a.arch, &a.name).cmp(&(&b.arch, &b.name)));
+        Ok(built)
+    })
 }
 
 #[cfg(test)]
