@@ -1,6 +1,7 @@
 //! The backends' real traffic, as far as this machine lets one measure it.
 
 use std::fmt::Write;
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
@@ -187,16 +188,23 @@ fn cache_misses(_: impl FnOnce() -> Result<()> + Send) -> Result<Result<u64, Str
 }
 
 fn gpu(backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
-    let Some(ncu) = ncu::find() else {
-        one.how = "not measured: no ncu (NVIDIA Nsight Compute) on PATH, in CUDA_HOME or in \
-                   /opt/nvidia; TILEWISE_NCU names it"
-            .into();
-        return Ok(());
-    };
+    match ncu::find() {
+        Some(ncu) => profile(&ncu, backend, algorithm, one),
+        None => {
+            one.how = "not measured: no ncu (NVIDIA Nsight Compute) on PATH, in CUDA_HOME or in \
+                       /opt/nvidia; TILEWISE_NCU names it"
+                .into();
+            Ok(())
+        }
+    }
+}
+
+/// Starts this program again under the profiler, to run one algorithm once.
+fn profile(ncu: &Path, backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
     let own = std::env::args_os()
         .skip(1)
         .filter(|arg| arg != "--measure" && arg != "--json");
-    let output = Command::new(&ncu)
+    let output = Command::new(ncu)
         .args(ncu::ARGUMENTS)
         .arg(std::env::current_exe().context("this program's own path")?)
         .args(own)
@@ -291,4 +299,69 @@ fn forward_as<T: Element>(
         Some(lse),
     )?;
     Ok(())
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn nothing() -> Measured {
+        Measured {
+            backend: "cuda:0".into(),
+            algorithm: "fa2",
+            how: String::new(),
+            bytes_read: None,
+            bytes_written: None,
+            l2_bytes_read: None,
+            l2_bytes_written: None,
+            kernels: Vec::new(),
+            formula_bytes: 1 << 20,
+            note: "a note".into(),
+        }
+    }
+
+    /// `ncu` that prints this in place of profiling.
+    fn profiled(prints: &str) -> Measured {
+        let folder = tempfile::tempdir().unwrap();
+        let report = folder.path().join("report");
+        std::fs::write(&report, prints).unwrap();
+        let tool = folder.path().join("ncu");
+        // It is started with its own arguments, then this program and `--worker cuda:0/fa2`.
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in --csv*--worker\\ cuda:0/fa2) cat {} ;; *) exit 3 ;; esac\n",
+            report.display()
+        );
+        std::fs::write(&tool, script).unwrap();
+        std::fs::set_permissions(&tool, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut one = nothing();
+        profile(&tool, "cuda:0", Algorithm::Fa2, &mut one).unwrap();
+        one
+    }
+
+    #[test]
+    fn counts_of_the_profiler_stand_beside_the_formula() {
+        let one = profiled(ncu::EXAMPLE);
+        assert_eq!(one.bytes_read, Some(4_202_508));
+        assert_eq!(one.bytes_written, Some(33_554_432));
+        assert_eq!(one.l2_bytes_read, Some(8_388_656));
+        let text = one.text();
+        for part in [
+            "4.01 MiB read and 32.0 MiB written",
+            "36.0 times it",
+            "in L2",
+            "tw_fa2",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_profiler_that_may_not_count_is_quoted() {
+        let one =
+            profiled("==ERROR== ERR_NVGPUCTRPERM: no permission to access performance counters");
+        assert!(one.how.starts_with("not measured") && one.how.contains("ERR_NVGPUCTRPERM"));
+        assert_eq!(one.bytes_read, None);
+    }
 }

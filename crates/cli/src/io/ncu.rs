@@ -115,11 +115,9 @@ pub(super) fn parse(text: &str) -> Result<Vec<Kernel>> {
         .collect()
 }
 
+/// A report as ncu writes it, among what the profiled program says.
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const CSV: &str = r#"==PROF== Connected to process 4711
+pub(super) const EXAMPLE: &str = r#"==PROF== Connected to process 4711
 some output of the program
 ==PROF== Profiling "tw_fa2" - 0: 0%....50%....100% - 1 pass
 ==PROF== Disconnected from process 4711
@@ -133,6 +131,11 @@ some output of the program
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_read.sum","sector","1.5"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_write.sum","sector","2"
 "#;
+
+#[cfg(test)]
+mod tests {
+    use super::EXAMPLE as CSV;
+    use super::*;
 
     #[test]
     fn launches_are_read_with_their_bytes() {

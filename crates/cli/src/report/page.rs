@@ -259,11 +259,37 @@ fn timings(page: &mut String, timed: &Timed, ceilings: bool) {
         rows.push(cells);
     }
     table(page, &header, &rows);
+    if let Some(doubt) = doubt(&timed.results) {
+        let _ = writeln!(page, "<p>{doubt}</p>");
+    }
     skipped.dedup();
     for line in skipped {
         let _ = writeln!(page, "<p class=\"faint\">{line}</p>");
     }
     made_by(page, &timed.command);
+}
+
+/// What the timings themselves say against being believed.
+fn doubt(results: &[Value]) -> Option<String> {
+    let most = |name: &str| {
+        let values = results.iter().filter_map(|row| row[name].as_f64());
+        values.fold(0.0, f64::max)
+    };
+    let (share, spread) = (most("ceiling_share"), most("spread"));
+    if share > 1.05 {
+        Some(format!(
+            "Some calls took less time than the ceiling allows ({:.0}%), which cannot be: the machine's pace \
+             changed between the two measurements. It was not quiet, and these figures are rough.",
+            100.0 * share
+        ))
+    } else if spread > 0.2 {
+        Some(format!(
+            "Spreads of up to {:.0}% say that the machine was not quiet: these figures are rough.",
+            100.0 * spread
+        ))
+    } else {
+        None
+    }
 }
 
 fn speed(page: &mut String, content: &Content<'_>) -> Result<()> {
@@ -378,7 +404,24 @@ fn traffic(page: &mut String, traffic: &Traffic) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn timings_that_cannot_be_right_are_said_to_be_rough() {
+        let row = |share: f64, spread: f64| json!({"ceiling_share": share, "spread": spread});
+        assert_eq!(
+            doubt(&[row(0.9, 0.1), json!({"ceiling_share": null})]),
+            None
+        );
+        assert!(
+            doubt(&[row(0.9, 0.1), row(1.5, 0.0)])
+                .unwrap()
+                .contains("150%")
+        );
+        assert!(doubt(&[row(0.9, 0.4)]).unwrap().contains("40%"));
+    }
 
     #[test]
     fn text_cannot_become_markup() {
