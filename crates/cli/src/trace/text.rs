@@ -413,6 +413,15 @@ fn traffic(trace: &AttentionTrace) -> String {
     grid.render()
 }
 
+/// A count in at most seven columns.
+fn count(n: usize) -> String {
+    if n < 10_000_000 {
+        n.to_string()
+    } else {
+        format!("{:.2e}", n as f64)
+    }
+}
+
 /// One row an algorithm.
 fn results(trace: &AttentionTrace) -> String {
     let header = [
@@ -435,9 +444,9 @@ fn results(trace: &AttentionTrace) -> String {
         grid.row(&[
             plain(run.algorithm),
             plain(totals.multiply_adds.to_string()),
-            plain(totals.exponentials.to_string()),
-            plain(totals.rescales.to_string()),
-            plain(totals.divisions.to_string()),
+            plain(count(totals.exponentials)),
+            plain(count(totals.rescales)),
+            plain(count(totals.divisions)),
             plain(ui::scientific(Some(naive.max_abs_err.to_f64()))),
             plain(ui::scientific(naive.lse_max_abs_err.map(Number::to_f64))),
             plain(ui::scientific(Some(naive.tolerance.to_f64()))),
