@@ -2,7 +2,8 @@
 
 use proptest::prelude::*;
 use tilewise::{
-    Algorithm, BlockTable, Engine, Error, ErrorClass, Inputs, Options, TensorView, TensorViewMut,
+    Algorithm, BlockTable, DType, Dims, Engine, Error, ErrorClass, Inputs, Options, Problem,
+    TensorView, TensorViewMut,
 };
 
 const B: usize = 2;
@@ -166,6 +167,69 @@ fn options_outside_their_domain() {
         option,
         "sinks",
     );
+}
+
+#[test]
+fn options_that_the_type_of_scores_cannot_hold() {
+    for scale in [1e39, -1e300] {
+        refused(
+            good(),
+            Options::new().softmax_scale(scale),
+            ErrorClass::Option,
+            "softmax_scale",
+        );
+    }
+    for cap in [1e39, 1e-50] {
+        refused(
+            good(),
+            Options::new().softcap(cap),
+            ErrorClass::Option,
+            "softcap",
+        );
+    }
+}
+
+/// Strides of 0 describe tensors larger than any memory: refused before sizes are multiplied.
+#[test]
+fn sizes_that_cannot_be_multiplied() {
+    let wide = |shape| TensorView::from_strides(&ZEROS, shape, [0; 4], 0);
+    assert!(wide([1 << 40, 1 << 40, 1, 1]).is_err());
+    let huge = |b, h, s, d| wide([b, h, s, d]).unwrap();
+    refused(
+        Inputs::new(
+            huge(1, 1, 1, 1 << 26),
+            huge(1, 1, 1 << 36, 1 << 26),
+            huge(1, 1, 1 << 36, 1 << 26),
+        ),
+        Options::new(),
+        ErrorClass::Shape,
+        "k: ",
+    );
+    let dims = |batch, heads, seqlen_q, head_dim_v| Dims {
+        batch,
+        num_heads: heads,
+        num_kv_heads: heads,
+        seqlen_q,
+        seqlen_k: 1,
+        head_dim: 8,
+        head_dim_v,
+    };
+    for dims in [dims(1, 1 << 34, 1 << 30, 8), dims(1, 16, 1, 1 << 60)] {
+        let error = Problem::dense(dims, DType::F32, &Options::new()).unwrap_err();
+        assert!(error.to_string().contains("2^48"), "{error}");
+    }
+    let sequences = dims(1 << 45, 1, 0, 8);
+    let error = Problem::dense(sequences, DType::F32, &Options::new()).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    // Countable, but more than there is: an error and no abort.
+    let dims = dims(1, 1 << 12, 1 << 30, 8);
+    let problem = Problem::dense(dims, DType::F32, &Options::new()).unwrap();
+    let error = Engine::named("cpu")
+        .unwrap()
+        .begin(&problem)
+        .err()
+        .expect("a state of 2^42 rows was made");
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
 }
 
 #[test]

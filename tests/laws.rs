@@ -342,3 +342,32 @@ proptest! {
         same_bits::<tilewise::half::f16>(&case)?;
     }
 }
+
+/// A problem posed with a mask cannot be streamed without it.
+#[test]
+fn a_mask_cannot_be_forgotten_on_the_way() {
+    let (zeros, hidden) = ([0f32; 8], [0u8; 1]);
+    let view = TensorView::bhsd(&zeros, [1, 1, 2, 4]).unwrap();
+    let mask = TensorView::bhsd(&hidden, [1, 1, 1, 1]).unwrap();
+    let inputs = Inputs::new(view, view, view).mask(mask);
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let block = |mask| AnyKeyBlock {
+        q: f32::erase(view),
+        k: f32::erase(view),
+        v: f32::erase(view),
+        first_key: 0,
+        bias: None,
+        mask,
+    };
+    for (name, engine) in engines() {
+        let Ok(mut state) = engine.begin(&problem) else {
+            assert!(!name.starts_with("cpu"));
+            continue;
+        };
+        let error = state.absorb(&block(None)).unwrap_err();
+        assert!(error.to_string().contains("mask"), "{name}: {error}");
+        state.absorb(&block(Some(mask))).unwrap();
+        let (out, lse) = finish::<f32>(&problem, state);
+        assert_eq!((out, lse), (vec![0.0; 8], vec![f32::NEG_INFINITY; 2]));
+    }
+}

@@ -209,6 +209,20 @@ impl<'a, T: Element> KeyBlock<'a, T> {
                 format!("{n} keys from {}", self.first_key),
             ));
         }
+        // A problem posed with a bias or a mask must not be streamed without: the keys' share of
+        // it belongs to every block.
+        for (name, posed, given) in [
+            ("bias", problem.has_bias(), self.bias.is_some()),
+            ("mask", problem.has_mask(), self.mask.is_some()),
+        ] {
+            if posed && !given {
+                return Err(Error::shape(
+                    name,
+                    format!("the {name} of these keys, {full:?}, as the problem has one"),
+                    "none",
+                ));
+            }
+        }
         if let Some(bias) = &self.bias {
             bias.broadcast_to(full).map_err(|e| e.named("bias"))?;
         }

@@ -155,7 +155,7 @@ impl Options {
             return Err(Error::option(
                 "softmax_scale",
                 "a finite number",
-                scale.to_string(),
+                format!("{scale:e}"),
             ));
         }
         if let Some(cap) = self.softcap
@@ -164,7 +164,7 @@ impl Options {
             return Err(Error::option(
                 "softcap",
                 "a finite number above 0",
-                cap.to_string(),
+                format!("{cap:e}"),
             ));
         }
         for slope in self.alibi_slopes.iter().flatten() {

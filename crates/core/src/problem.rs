@@ -42,6 +42,9 @@ impl Dims {
     }
 }
 
+/// Most elements of q, or of k, that a problem may have (an axis of size 0 counting as 1).
+const MOST_ELEMENTS: u64 = 1 << 48;
+
 /// One sequence: which rows of q attend to which keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sequence {
@@ -193,6 +196,8 @@ impl Problem {
         if head_dim == 0 {
             return Err(Error::shape("q", "head_dim of at least 1", "0"));
         }
+        self.countable()?;
+        self.representable()?;
         let divides = match num_kv_heads {
             0 => num_heads == 0,
             n => num_heads.is_multiple_of(n),
@@ -218,6 +223,55 @@ impl Problem {
             }
         }
         Ok(self)
+    }
+
+    /// That sizes can be multiplied: strides of 0 can describe tensors larger than any memory, and
+    /// a backend must be able to compute what it needs for them without overflow.
+    fn countable(&self) -> Result<()> {
+        let d = &self.dims;
+        let width = d.head_dim.max(d.head_dim_v);
+        for (tensor, heads, seqlen) in [
+            ("q", d.num_heads, d.seqlen_q),
+            ("k", d.num_kv_heads, d.seqlen_k),
+        ] {
+            let elements = [d.batch, heads, seqlen, width]
+                .into_iter()
+                .try_fold(1u64, |product, dim| product.checked_mul(dim.max(1) as u64));
+            if elements.is_none_or(|elements| elements > MOST_ELEMENTS) {
+                return Err(Error::shape(
+                    tensor,
+                    "at most 2^48 elements",
+                    format!("{} × {heads} × {seqlen} × {width}", d.batch),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// That the options are numbers of the type they are computed in.
+    fn representable(&self) -> Result<()> {
+        if self.dtype.accumulator() == DType::F64 {
+            return Ok(());
+        }
+        if let Some(scale) = self.options.softmax_scale
+            && !(scale as f32).is_finite()
+        {
+            return Err(Error::option(
+                "softmax_scale",
+                "a finite number in f32, the type scores are computed in",
+                format!("{scale:e}"),
+            ));
+        }
+        if let Some(cap) = self.options.softcap
+            && !((cap as f32).is_finite() && cap as f32 > 0.0)
+        {
+            return Err(Error::option(
+                "softcap",
+                "a finite number above 0 in f32, the type scores are computed in",
+                format!("{cap:e}"),
+            ));
+        }
+        Ok(())
     }
 
     /// Sizes.
@@ -327,7 +381,14 @@ fn padded_sequences(
             format!("[{}]", used.len()),
         ));
     }
-    let mut sequences = Vec::with_capacity(dims.batch);
+    let mut sequences = Vec::new();
+    sequences
+        .try_reserve_exact(dims.batch)
+        .map_err(|_| Error::OutOfMemory {
+            backend: "host".into(),
+            what: "the list of sequences".into(),
+            bytes: (dims.batch as u64).saturating_mul(size_of::<Sequence>() as u64),
+        })?;
     for b in 0..dims.batch {
         let seqlen_k = match lengths.seqused_k {
             Some(used) => length("seqused_k", used[b], dims.seqlen_k)?,

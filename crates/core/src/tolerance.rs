@@ -319,7 +319,10 @@ pub struct Comparison {
     pub tolerance: f64,
     /// How far elements of lse may be off.
     pub lse_tolerance: f64,
-    /// Whether everything is within its tolerance.
+    /// Elements of out that are not finite although the reference is, and were let pass because the
+    /// naive algorithm run in this dtype leaves its range there too: nothing was judged at them.
+    pub beyond_range: usize,
+    /// Whether everything is within its tolerance, and not all of it beyond the dtype's range.
     pub pass: bool,
     /// Where out is farthest off: `[b, h, i, d]`.
     pub worst: Option<[usize; 4]>,
@@ -434,7 +437,10 @@ impl Judge {
             lse_max_abs_err: lse.map(|_| lses.max_abs),
             tolerance: self.tolerance.out,
             lse_tolerance: self.tolerance.lse,
-            pass: outs.max_abs <= self.tolerance.out && lses.max_abs <= self.tolerance.lse,
+            beyond_range: outs.beyond_range,
+            pass: outs.max_abs <= self.tolerance.out
+                && lses.max_abs <= self.tolerance.lse
+                && (outs.beyond_range == 0 || outs.count > 0),
             worst: outs.worst,
             lse_worst: lses.worst.map(|[b, h, i, _]| [b, h, i]),
             rows: self.rows.len(),
@@ -493,6 +499,7 @@ struct Errors {
     max_rel: f64,
     sum: f64,
     count: usize,
+    beyond_range: usize,
     worst: Option<[usize; 4]>,
 }
 
@@ -514,6 +521,7 @@ impl Errors {
             }
             err
         } else if agrees(x) {
+            self.beyond_range += usize::from(expected.is_finite());
             0.0
         } else {
             f64::INFINITY

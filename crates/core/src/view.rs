@@ -28,17 +28,31 @@ fn check_inside(
     offset: usize,
     len: usize,
 ) -> Result<(), Error> {
-    match extent(shape, strides, offset) {
-        Some((low, high)) if low < 0 || high >= len as i128 => Err(Error::View {
+    let refuse = |problem| {
+        Err(Error::View {
             tensor: "tensor".into(),
-            problem: "the view reaches outside its memory",
+            problem,
             shape,
             strides,
             offset,
             len,
-        }),
+        })
+    };
+    match extent(shape, strides, offset) {
+        Some((low, high)) if low < 0 || high >= len as i128 => {
+            refuse("the view reaches outside its memory")
+        }
+        Some(_) if !countable(shape) => refuse("the view's elements cannot be counted"),
         _ => Ok(()),
     }
+}
+
+/// Whether the number of elements fits a `usize`: strides of 0 can describe any shape.
+fn countable(shape: [usize; 4]) -> bool {
+    shape
+        .into_iter()
+        .try_fold(1usize, |product, dim| product.checked_mul(dim))
+        .is_some()
 }
 
 /// Row-major strides of the axes in the order `order` (outermost first).
@@ -121,7 +135,13 @@ impl<'a, T: Copy> TensorView<'a, T> {
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        // Without an axis of size 0 the product was found countable; with one, a part of it may
+        // not be.
+        if self.is_empty() {
+            0
+        } else {
+            self.shape.iter().product()
+        }
     }
 
     /// Whether there is no element.
@@ -216,6 +236,7 @@ impl<'a, T: Copy> TensorView<'a, T> {
             wide.shape[axis] = size;
             wide.strides[axis] = 0;
         }
+        check_inside(wide.shape, wide.strides, wide.offset, wide.data.len())?;
         Ok(wide)
     }
 }

@@ -59,19 +59,22 @@ impl Shape {
         let mr = sizes[sizes.len() - 1];
         (0..rows).step_by(mr).map(move |first| {
             let rest = (rows - first).min(mr);
-            let block = sizes
-                .iter()
-                .copied()
-                .find(|&size| size >= rest)
-                .unwrap_or(mr);
-            (first, rest, block)
+            (first, rest, block_for(sizes, rest))
         })
     }
 
     /// Rows with the padding of the last block.
     pub(crate) fn padded(&self, rows: usize) -> usize {
-        self.blocks(rows)
-            .last()
-            .map_or(0, |(first, _, block)| first + block)
+        let mr = self.row_blocks[self.row_blocks.len() - 1];
+        match rows % mr {
+            0 => rows,
+            rest => rows - rest + block_for(self.row_blocks, rest),
+        }
     }
+}
+
+/// The smallest block that holds `rows` rows, at most the largest size.
+fn block_for(sizes: &[usize], rows: usize) -> usize {
+    let fits = sizes.iter().copied().find(|&size| size >= rows);
+    fits.unwrap_or(sizes[sizes.len() - 1])
 }

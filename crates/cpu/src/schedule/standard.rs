@@ -28,10 +28,13 @@ fn score_elements<T: Element>(shape: &Shape, rows: usize, keys: usize) -> Option
 pub(crate) fn workspace_bytes<T: Element>(shape: &Shape, rows: usize, keys: usize) -> u64 {
     let (k, v) = Packed::<T>::elements(shape, keys);
     let padded = shape.padded(rows) as u64;
-    let scores = keys.div_ceil(shape.key_tile) as u64 * padded * s_stride::<T::Acc>() as u64;
+    let scores = (keys.div_ceil(shape.key_tile) as u64)
+        .saturating_mul(padded)
+        .saturating_mul(s_stride::<T::Acc>() as u64);
     let state = padded * (shape.head_dim + shape.width + 2) as u64;
-    let elements = (k + v) as u64 + scores + state;
-    elements * size_of::<T::Acc>() as u64
+    scores
+        .saturating_add((k + v) as u64 + state)
+        .saturating_mul(size_of::<T::Acc>() as u64)
 }
 
 /// Runs the call: one head after another, the rows of a head in parallel.
