@@ -40,10 +40,11 @@ impl<T: CpuElement> TileBench<T> {
             buffer(mr)?,
         ];
         let [q, k, v, s, acc, m, l] = &memory;
-        let elements: Vec<T> = (0..head_dim)
-            .map(|d| T::from_f64((d % 7) as f64 * 0.125 - 0.375))
+        // Eighths: products and sums of them are exact, whatever the order.
+        let elements: Vec<T> = (0..keys.max(mr) * head_dim)
+            .map(|i| T::from_f64(eighths(i)))
             .collect();
-        let rows = vec![elements.as_ptr(); keys];
+        let rows: Vec<*const T> = elements.chunks(head_dim).map(|row| row.as_ptr()).collect();
         let pack = |rows| Rows {
             rows,
             next: &[],
@@ -56,9 +57,10 @@ impl<T: CpuElement> TileBench<T> {
             (kernels.transposed)(&pack(&rows[..mr]), mr, one, q.at());
             for panel in 0..keys / kernels.tile.nr {
                 let to = k.at().add(panel * kernels.tile.nr * head_dim);
-                (kernels.transposed)(&pack(&rows[..kernels.tile.nr]), kernels.tile.nr, one, to);
+                let rows = &rows[panel * kernels.tile.nr..][..kernels.tile.nr];
+                (kernels.transposed)(&pack(rows), kernels.tile.nr, one, to);
             }
-            (kernels.panels)(&pack(&rows), keys * kernels.tile.nr, v.at());
+            (kernels.panels)(&pack(&rows[..keys]), keys * kernels.tile.nr, v.at());
         }
         let block = Block {
             rows: mr,
@@ -113,5 +115,55 @@ impl<T: CpuElement> TileBench<T> {
     pub fn absorb(&mut self) {
         // SAFETY: as above.
         unsafe { (self.kernels.tile.absorb)(&self.block) }
+    }
+}
+
+/// Element `i` of the tile's rows.
+fn eighths(i: usize) -> f64 {
+    (i * 7 % 13) as f64 / 8.0 - 0.75
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn products_are_exact<T: CpuElement>() {
+        for isa in Isa::available() {
+            for (keys, head_dim) in [(64, 24), (64, 7), (32, 65)] {
+                let mut tile = TileBench::<T>::new(isa, keys, head_dim).unwrap();
+                let (rows, keys) = (tile.block.rows, tile.block.hi);
+                let row = |n: usize| (0..head_dim).map(move |d| eighths(n * head_dim + d));
+                let score =
+                    |r: usize, j: usize| row(r).zip(row(j)).map(|(q, k)| q * k).sum::<f64>();
+                tile.qk();
+                for r in 0..rows {
+                    for j in 0..keys {
+                        // SAFETY: inside the strip, which `qk` filled.
+                        let s = unsafe { tile.block.s.add(r * s_stride::<T::Acc>() + j).read() };
+                        assert_eq!(s.to_f64(), score(r, j), "{isa} S[{r}][{j}]");
+                    }
+                }
+                // The scores as they are for weights.
+                tile.pv();
+                for r in 0..rows {
+                    for d in 0..head_dim {
+                        // SAFETY: inside Õ, which was 0.
+                        let o = unsafe { tile.block.acc.add(r * tile.block.width + d).read() };
+                        let exact: f64 = (0..keys)
+                            .map(|j| score(r, j) * eighths(j * head_dim + d))
+                            .sum();
+                        assert_eq!(o.to_f64(), exact, "{isa} O[{r}][{d}]");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_microkernels_put_every_product_where_it_belongs() {
+        products_are_exact::<f32>();
+        products_are_exact::<f64>();
+        products_are_exact::<tilewise_core::half::f16>();
+        products_are_exact::<tilewise_core::half::bf16>();
     }
 }

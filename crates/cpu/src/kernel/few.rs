@@ -84,49 +84,39 @@ unsafe fn some_products<T: Element, V: Convert<T> + Vector<E = T::Acc>, const RO
     unsafe {
         let q = unpacked.q.add(row * unpacked.q_stride);
         for first in (key..end).step_by(together) {
-            let mut sums = [V::splat(V::E::from_f64(0.0)); MAX_LANES];
-            // One whole key after another, by the same few load instructions: memory is read from front
-            // to back in steps that the processor's prefetcher recognises. The count is hidden from the
-            // compiler, which would write the loop out and give each key instructions of its own.
-            for n in 0..black_box(together.min(end - first)) {
-                let k = unpacked
+            let key_at = |n: usize| {
+                unpacked
                     .k
-                    .wrapping_offset((first + n) as isize * unpacked.k_step);
-                let mut acc = [V::splat(V::E::from_f64(0.0)); ROWS];
-                let whole = block.head_dim - block.head_dim % V::LANES;
-                let mut element = 0;
-                while element + 4 * V::LANES <= whole {
-                    let mut vectors = [acc[0]; 4];
-                    for (i, vector) in vectors.iter_mut().enumerate() {
-                        *vector = V::load_from(k.add(element + i * V::LANES));
-                    }
-                    for (r, acc) in acc.iter_mut().enumerate() {
-                        let q = q.add(r * unpacked.q_stride + element);
-                        for (i, &k) in vectors.iter().enumerate() {
-                            *acc = V::load(q.add(i * V::LANES)).fma(k, *acc);
-                        }
-                    }
-                    element += 4 * V::LANES;
-                }
-                while element < whole {
-                    let k = V::load_from(k.add(element));
-                    for (r, acc) in acc.iter_mut().enumerate() {
-                        *acc = V::load(q.add(r * unpacked.q_stride + element)).fma(k, *acc);
-                    }
-                    element += V::LANES;
-                }
-                if whole < block.head_dim {
-                    let k: V = chunk(k.add(whole), 1, block.head_dim - whole);
-                    for (r, acc) in acc.iter_mut().enumerate() {
-                        *acc = V::load(q.add(r * unpacked.q_stride + whole)).fma(k, *acc);
+                    .wrapping_offset((first + n) as isize * unpacked.k_step)
+            };
+            let count = together.min(end - first);
+            let sums = if ROWS > 1 && count == together {
+                // Written out: the sums stay in registers.
+                let mut sums = [V::splat(V::E::from_f64(0.0)); MAX_LANES];
+                for n in 0..together {
+                    let acc =
+                        one_key::<T, V, ROWS>(key_at(n), q, unpacked.q_stride, block.head_dim);
+                    for (r, acc) in acc.into_iter().enumerate() {
+                        sums[r * together + n] = acc;
                     }
                 }
-                for (r, acc) in acc.iter().enumerate() {
-                    sums[r * together + n] = *acc;
+                V::sums(&sums)
+            } else {
+                // A single row waits for memory alone: all keys by the same few load instructions, in
+                // steps that the processor's prefetcher recognises. The count is hidden from the
+                // compiler, which would give each key instructions of its own.
+                let mut sums = [V::splat(V::E::from_f64(0.0)); MAX_LANES];
+                for n in 0..black_box(count) {
+                    let acc =
+                        one_key::<T, V, ROWS>(key_at(n), q, unpacked.q_stride, block.head_dim);
+                    for (r, acc) in acc.into_iter().enumerate() {
+                        sums[r * together + n] = acc;
+                    }
                 }
-            }
+                V::sums(&sums)
+            };
             let mut scores = [V::E::from_f64(0.0); MAX_LANES];
-            V::sums(&sums).store(scores.as_mut_ptr());
+            sums.store(scores.as_mut_ptr());
             let valid = together.min(end - first);
             for r in 0..ROWS {
                 let from = scores.as_ptr().add(r * together);
@@ -138,6 +128,45 @@ unsafe fn some_products<T: Element, V: Convert<T> + Vector<E = T::Acc>, const RO
                 }
             }
         }
+    }
+}
+
+/// Registers of partial sums of `ROWS` rows of q with one key.
+#[inline(always)]
+unsafe fn one_key<T: Element, V: Convert<T> + Vector<E = T::Acc>, const ROWS: usize>(
+    key: *const T,
+    q: *const V::E,
+    q_stride: usize,
+    head_dim: usize,
+) -> [V; ROWS] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut acc = [V::splat(V::E::from_f64(0.0)); ROWS];
+        let whole = head_dim - head_dim % V::LANES;
+        let mut element = 0;
+        while element + 4 * V::LANES <= whole {
+            for element in (element..element + 4 * V::LANES).step_by(V::LANES) {
+                let k = V::load_from(key.add(element));
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    *acc = V::load(q.add(r * q_stride + element)).fma(k, *acc);
+                }
+            }
+            element += 4 * V::LANES;
+        }
+        while element < whole {
+            let k = V::load_from(key.add(element));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                *acc = V::load(q.add(r * q_stride + element)).fma(k, *acc);
+            }
+            element += V::LANES;
+        }
+        if whole < head_dim {
+            let k: V = chunk(key.add(whole), 1, head_dim - whole);
+            for (r, acc) in acc.iter_mut().enumerate() {
+                *acc = V::load(q.add(r * q_stride + whole)).fma(k, *acc);
+            }
+        }
+        acc
     }
 }
 
