@@ -117,6 +117,28 @@ fn what_the_dtype_cannot_hold_may_be_what_it_makes_of_it() {
     let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
     let out = [f16::INFINITY];
     assert!(!judge.compare(&view(&out, [1, 1, 1, 1]), None).unwrap().pass);
+    let (q, k, v) = ([1e30f32, 0.0], [1e30f32], [2f32]);
+    let inputs = Inputs::new(
+        view(&q, [1, 1, 2, 1]),
+        view(&k, [1, 1, 1, 1]),
+        view(&v, [1, 1, 1, 1]),
+    );
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
+    for (out, beyond, pass) in [
+        ([2.0, 2.0], 0, true),
+        ([f32::NAN, 2.0], 1, true),
+        ([f32::INFINITY, 2.0], 0, false),
+        ([f32::NAN, f32::NAN], 1, false),
+    ] {
+        let comparison = judge.compare(&view(&out, [1, 1, 2, 1]), None).unwrap();
+        assert_eq!((comparison.beyond_range, comparison.pass), (beyond, pass));
+    }
+}
+
+/// Where nothing could be judged, nothing passes.
+#[test]
+fn a_result_wholly_beyond_its_dtype_does_not_pass() {
     let (q, k, v) = ([1e30f32], [1e30f32], [2f32]);
     let inputs = Inputs::new(
         view(&q, [1, 1, 1, 1]),
@@ -125,13 +147,10 @@ fn what_the_dtype_cannot_hold_may_be_what_it_makes_of_it() {
     );
     let problem = Problem::new(&inputs, &Options::new()).unwrap();
     let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
-    for (out, pass) in [(2.0, true), (f32::NAN, true), (f32::INFINITY, false)] {
-        let out = [out];
-        assert_eq!(
-            judge.compare(&view(&out, [1, 1, 1, 1]), None).unwrap().pass,
-            pass
-        );
-    }
+    let comparison = judge
+        .compare(&view(&[f32::NAN], [1, 1, 1, 1]), None)
+        .unwrap();
+    assert_eq!((comparison.beyond_range, comparison.pass), (1, false));
 }
 
 #[test]
