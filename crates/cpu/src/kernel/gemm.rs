@@ -44,7 +44,7 @@ pub(crate) unsafe fn gemm<V: Vector, const MR: usize, const NRV: usize, const PA
 }
 
 /// Runs `$body` with `$MR` bound to the constant that `$mr` holds. The sizes are those of
-/// [`row_blocks`](crate::kernel::table::row_blocks).
+/// `row_blocks` in [`crate::kernel::table`].
 macro_rules! with_mr {
     ($V:ident, $mr:expr, $MR:ident => $body:expr) => {
         match $mr {

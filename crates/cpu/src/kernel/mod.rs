@@ -90,7 +90,7 @@ impl<T> Plane<T> {
 pub(crate) struct Block<A> {
     /// Rows, 1 ..= mr.
     pub(crate) rows: usize,
-    /// Rows of the register block: one of the sizes in [`table::Kernels::row_blocks`].
+    /// Rows of the register block: one of the sizes in [`table::TileKernels::row_blocks`].
     pub(crate) mr: usize,
     pub(crate) head_dim: usize,
     /// head_dim_v rounded up to whole vectors.
