@@ -4,6 +4,7 @@ use std::fmt::Debug;
 
 use crate::algorithm::Algorithm;
 use crate::any::{AnyInputs, AnyTensor, AnyTensorMut};
+use crate::backward::{AnyBackwardInputs, AnyGradientsMut, BackwardReport};
 use crate::error::{Error, Result};
 use crate::online::HostState;
 use crate::problem::Problem;
@@ -59,6 +60,43 @@ pub trait Backend: Send + Sync + Debug {
         out: AnyTensorMut<'_>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<ForwardReport>;
+
+    /// Whether the backend can compute the gradients of this problem with this algorithm.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], naming what it cannot do: unless a backend says otherwise, all of it.
+    fn supports_backward(&self, problem: &Problem, algorithm: Algorithm) -> Result<()> {
+        let _ = (problem, algorithm);
+        Err(Error::unsupported(self.info().name, "backward"))
+    }
+
+    /// Memory that a backward call would take besides inputs and outputs, in bytes (an upper
+    /// estimate).
+    fn backward_workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
+        let _ = (problem, algorithm);
+        0
+    }
+
+    /// The gradients that [`backward`](crate::backward) defines.
+    ///
+    /// `problem` must be the one that `inputs` pose
+    /// ([`BackwardInputs::problem`](crate::BackwardInputs::problem)), out and lse what
+    /// [`forward`](Self::forward) gave for it. Every element of `gradients` is written.
+    ///
+    /// # Errors
+    /// Those of [`supports_backward`](Self::supports_backward); [`Error::DType`] and [`Error::Shape`]
+    /// for tensors that do not fit; [`Error::OutOfMemory`].
+    fn backward(
+        &self,
+        problem: &Problem,
+        inputs: &AnyBackwardInputs<'_>,
+        algorithm: Algorithm,
+        gradients: AnyGradientsMut<'_>,
+    ) -> Result<BackwardReport> {
+        let _ = (inputs, gradients);
+        self.supports_backward(problem, algorithm)?;
+        Err(Error::unsupported(self.info().name, "backward"))
+    }
 
     /// A running state for `problem`, through which keys can be streamed in chunks.
     fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>>;

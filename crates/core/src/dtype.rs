@@ -8,6 +8,7 @@ use std::str::FromStr;
 use half::{bf16, f16};
 
 use crate::any::{AnyInputs, AnyTensor, AnyTensorMut};
+use crate::backward::{AnyBackwardInputs, AnyGradientsMut, BackwardInputs, GradientsMut};
 use crate::error::{Error, Result};
 use crate::inputs::Inputs;
 use crate::view::{TensorView, TensorViewMut};
@@ -119,6 +120,12 @@ pub trait Element:
     fn erase_mut(view: TensorViewMut<'_, Self>) -> AnyTensorMut<'_>;
     /// Forgets the element type.
     fn erase_inputs<'a>(inputs: Inputs<'a, Self>) -> AnyInputs<'a>;
+    /// Forgets the element type.
+    fn erase_backward<'a>(inputs: BackwardInputs<'a, Self>) -> AnyBackwardInputs<'a>;
+    /// Forgets the element type.
+    fn erase_gradients<'a>(gradients: GradientsMut<'a, Self>) -> AnyGradientsMut<'a>;
+    /// The typed gradients, if they are of this type.
+    fn typed_gradients<'a>(gradients: AnyGradientsMut<'a>) -> Option<GradientsMut<'a, Self>>;
     /// The typed view, if it is of this type.
     fn typed(view: AnyTensor<'_>) -> Option<TensorView<'_, Self>>;
     /// The typed view, if it is of this type.
@@ -136,6 +143,18 @@ macro_rules! erasure {
         }
         fn erase_inputs<'a>(inputs: Inputs<'a, Self>) -> AnyInputs<'a> {
             AnyInputs::$variant(inputs)
+        }
+        fn erase_backward<'a>(inputs: BackwardInputs<'a, Self>) -> AnyBackwardInputs<'a> {
+            AnyBackwardInputs::$variant(inputs)
+        }
+        fn erase_gradients<'a>(gradients: GradientsMut<'a, Self>) -> AnyGradientsMut<'a> {
+            AnyGradientsMut::$variant(gradients)
+        }
+        fn typed_gradients<'a>(gradients: AnyGradientsMut<'a>) -> Option<GradientsMut<'a, Self>> {
+            match gradients {
+                AnyGradientsMut::$variant(gradients) => Some(gradients),
+                _ => None,
+            }
         }
         fn typed(view: AnyTensor<'_>) -> Option<TensorView<'_, Self>> {
             match view {

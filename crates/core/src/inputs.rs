@@ -31,7 +31,7 @@ pub struct BlockTable<'a> {
 /// | q | `[batch, num_heads, seqlen_q, head_dim]` |
 /// | k | `[batch, num_kv_heads, seqlen_k, head_dim]` |
 /// | v | `[batch, num_kv_heads, seqlen_k, head_dim_v]` |
-/// | bias, mask | `[batch, num_heads, seqlen_q, seqlen_k]`, any axis may be 1 |
+/// | bias, mask, keep_mask | `[batch, num_heads, seqlen_q, seqlen_k]`, any axis may be 1 |
 ///
 /// Packed sequences stand one after another along the seqlen axis of a batch of 1; bias and mask
 /// are then indexed by those packed positions. With a block table, k and v are pages:
@@ -48,6 +48,8 @@ pub struct Inputs<'a, T> {
     pub bias: Option<TensorView<'a, T>>,
     /// 0 hides a key, anything else leaves it visible.
     pub mask: Option<TensorView<'a, u8>>,
+    /// Which weights [`Dropout::Mask`](crate::Dropout::Mask) keeps: 0 drops a weight.
+    pub keep_mask: Option<TensorView<'a, u8>>,
     /// Sequence lengths.
     pub lengths: Lengths<'a>,
     /// Set if k and v are pages; needs `lengths.seqused_k`.
@@ -63,6 +65,7 @@ impl<'a, T: Element> Inputs<'a, T> {
             v,
             bias: None,
             mask: None,
+            keep_mask: None,
             lengths: Lengths::default(),
             block_table: None,
         }
@@ -77,6 +80,12 @@ impl<'a, T: Element> Inputs<'a, T> {
     /// With a boolean mask, 0 = hidden.
     pub fn mask(mut self, mask: impl Into<Option<TensorView<'a, u8>>>) -> Self {
         self.mask = mask.into();
+        self
+    }
+
+    /// With the weights that dropout keeps, 0 = dropped; for [`Dropout::Mask`](crate::Dropout::Mask).
+    pub fn keep_mask(mut self, keep_mask: impl Into<Option<TensorView<'a, u8>>>) -> Self {
+        self.keep_mask = keep_mask.into();
         self
     }
 

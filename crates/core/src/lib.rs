@@ -14,6 +14,8 @@ pub mod algorithm;
 pub mod alibi;
 pub mod any;
 pub mod backend;
+pub mod backward;
+pub mod dropout;
 pub mod dtype;
 pub mod error;
 pub mod inputs;
@@ -36,6 +38,10 @@ pub use algorithm::Algorithm;
 pub use alibi::alibi_slopes;
 pub use any::{AnyInputs, AnyTensor, AnyTensorMut};
 pub use backend::{AnyKeyBlock, Backend, BackendInfo, ForwardReport, RunningState};
+pub use backward::{
+    AnyBackwardInputs, AnyGradientsMut, BackwardInputs, BackwardReport, Gradients, GradientsMut,
+};
+pub use dropout::{Dropout, keep_mask};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, ErrorClass, Result};
 pub use inputs::{BlockTable, Inputs, Lengths};

@@ -1,5 +1,6 @@
 //! What attention is asked for, apart from tensors and their shapes.
 
+use crate::dropout::Dropout;
 use crate::error::{Error, Result};
 
 /// Which corner the causal diagonal, the window and ALiBi are measured from when seqlen_q and
@@ -43,6 +44,7 @@ pub struct Options {
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Vec<f32>>,
     pub(crate) sinks: Option<Vec<f32>>,
+    pub(crate) dropout: Option<Dropout>,
 }
 
 impl Options {
@@ -100,6 +102,12 @@ impl Options {
         self
     }
 
+    /// Drops weights after the softmax, for training.
+    pub fn dropout(mut self, dropout: impl Into<Option<Dropout>>) -> Self {
+        self.dropout = dropout.into();
+        self
+    }
+
     /// The factor of q·k for this head_dim.
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.softmax_scale
@@ -146,8 +154,13 @@ impl Options {
         self.sinks.as_deref()
     }
 
+    /// The dropout set.
+    pub fn get_dropout(&self) -> Option<Dropout> {
+        self.dropout
+    }
+
     /// Checks what needs no shapes: the scale is finite, the cap finite and above 0, slopes and
-    /// sinks are numbers.
+    /// sinks are numbers, a share dropped is below 1.
     pub fn validate(&self) -> Result<()> {
         if let Some(scale) = self.softmax_scale
             && !scale.is_finite()
@@ -166,6 +179,9 @@ impl Options {
                 "a finite number above 0",
                 format!("{cap:e}"),
             ));
+        }
+        if let Some(dropout) = &self.dropout {
+            dropout.validate()?;
         }
         for slope in self.alibi_slopes.iter().flatten() {
             if !slope.is_finite() {

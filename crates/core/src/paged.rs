@@ -124,6 +124,7 @@ impl<T: Element> Gathered<T> {
         inputs.v = TensorView::bhsd(&pages.v, pages.v_shape).expect(whole);
         inputs.bias = original.bias.map(|bias| cut(bias, longest));
         inputs.mask = original.mask.map(|mask| cut(mask, longest));
+        inputs.keep_mask = original.keep_mask.map(|mask| cut(mask, longest));
         inputs.block_table = None;
         inputs
     }

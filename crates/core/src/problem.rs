@@ -1,5 +1,6 @@
 //! What an attention problem is, apart from its data.
 
+use crate::dropout::Dropout;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::inputs::{BlockTable, Inputs, Lengths};
@@ -137,6 +138,26 @@ impl Problem {
         if let Some(mask) = &inputs.mask {
             mask.broadcast_to(full).map_err(|e| e.named("mask"))?;
         }
+        if let Some(keep) = &inputs.keep_mask {
+            keep.broadcast_to(full).map_err(|e| e.named("keep_mask"))?;
+        }
+        match (options.get_dropout(), &inputs.keep_mask) {
+            (Some(Dropout::Mask { .. }), None) => {
+                return Err(Error::shape(
+                    "keep_mask",
+                    format!("{full:?} or 1 in any axis, for dropout by a mask"),
+                    "none",
+                ));
+            }
+            (Some(Dropout::Mask { .. }), Some(_)) | (_, None) => {}
+            (_, Some(_)) => {
+                return Err(Error::option(
+                    "dropout",
+                    "Dropout::Mask, since keep_mask is given",
+                    format!("{:?}", options.get_dropout()),
+                ));
+            }
+        }
         let page_size = inputs.block_table.map(|_| k_seqlen);
         let sequences = if packed {
             if inputs.block_table.is_some() {
@@ -172,6 +193,13 @@ impl Problem {
     /// keys are streamed through.
     pub fn dense(dims: Dims, dtype: DType, options: &Options) -> Result<Problem> {
         options.validate()?;
+        if let Some(Dropout::Mask { .. }) = options.get_dropout() {
+            return Err(Error::option(
+                "dropout",
+                "Dropout::Philox: sizes alone bring no keep_mask",
+                "Dropout::Mask",
+            ));
+        }
         Problem {
             dims,
             dtype,
@@ -322,6 +350,26 @@ impl Problem {
     /// Which keys position and length leave live in `sequence`.
     pub fn mask_rule(&self, sequence: &Sequence) -> MaskRule {
         MaskRule::new(&self.options, sequence.seqlen_q, sequence.seqlen_k)
+    }
+
+    /// Shape of dk: that of k, or `[batch, num_kv_heads, seqlen_k, head_dim]` if k comes in pages, since
+    /// sequences may share pages.
+    pub fn dk_shape(&self) -> [usize; 4] {
+        let d = &self.dims;
+        [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim]
+    }
+
+    /// Shape of dv, likewise.
+    pub fn dv_shape(&self) -> [usize; 4] {
+        let d = &self.dims;
+        [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim_v]
+    }
+
+    /// Floating-point operations of the backward pass: five products over live pairs, 2.5 times
+    /// [`flops`](Self::flops) where head_dim_v = head_dim.
+    pub fn backward_flops(&self) -> f64 {
+        let d = &self.dims;
+        2.0 * (3 * d.head_dim + 2 * d.head_dim_v) as f64 * self.live_pairs() as f64
     }
 
     /// Live (query, key) pairs of all sequences and heads.

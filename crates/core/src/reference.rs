@@ -277,13 +277,7 @@ impl<'p, 'a, T: Element> Row<'p, 'a, T> {
     }
 
     fn broadcast<U: Copy>(&self, view: &TensorView<'_, U>, j: usize) -> U {
-        let mut index = [self.b, self.h, self.i, self.sequence.k_start + j];
-        for (at, size) in index.iter_mut().zip(view.shape()) {
-            if size == 1 {
-                *at = 0;
-            }
-        }
-        view.at(index)
+        view.at_broadcast([self.b, self.h, self.i, self.sequence.k_start + j])
     }
 
     /// Row `j` of k.

@@ -172,6 +172,19 @@ impl<'a, T: Copy> TensorView<'a, T> {
         self.data[self.position(index)]
     }
 
+    /// The element at `index`, where axes of size 1 are repeated.
+    ///
+    /// # Panics
+    /// If `index` is outside the shape along another axis.
+    pub fn at_broadcast(&self, mut index: [usize; 4]) -> T {
+        for (at, size) in index.iter_mut().zip(self.shape) {
+            if size == 1 {
+                *at = 0;
+            }
+        }
+        self.at(index)
+    }
+
     /// The elements of one row, `[b, h, s, ..]`.
     ///
     /// # Panics
