@@ -55,6 +55,7 @@ pub use problem::{Dims, Problem, Sequence};
 pub use reference::{Reference, RowFacts};
 pub use schedule::{BlockSizes, fa1_block_sizes};
 pub use tolerance::{Comparison, Judge, JudgedRow, RowSample, Tolerance, judge_row};
+pub use tolerance::{GradientComparison, GradientJudge, GradientTolerance, JudgedHead, judge_head};
 pub use view::{TensorView, TensorViewMut};
 
 // Public because `f16` and `bf16` are element types of the API.

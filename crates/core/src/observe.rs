@@ -24,6 +24,8 @@ pub enum Tensor {
     Bias,
     /// Boolean mask; likewise.
     Mask,
+    /// The weights that dropout keeps, likewise.
+    KeepMask,
     /// Scores, of [`standard`](crate::schedule::standard) only.
     S,
     /// Weights, of [`standard`](crate::schedule::standard) only.
@@ -38,16 +40,35 @@ pub enum Tensor {
     Out,
     /// ln Σ e^s, f32.
     Lse,
+    /// The gradient that arrives at the output.
+    DOut,
+    /// The gradient that arrives at lse, f32.
+    DLse,
+    /// rowsum(dO ∘ O) − dlse, in the accumulator type.
+    Delta,
+    /// Gradient of P, of [`standard`](crate::schedule::standard) only.
+    DP,
+    /// Gradient of S, of [`standard`](crate::schedule::standard) only.
+    DS,
+    /// Gradient of q: in the accumulator type while it is summed up, then in the inputs' dtype.
+    DQ,
+    /// Gradient of k.
+    DK,
+    /// Gradient of v.
+    DV,
+    /// Gradient of the bias, in the accumulator type.
+    DBias,
 }
 
 impl Tensor {
     /// Every tensor, in the order of the enum.
-    pub const ALL: [Tensor; 12] = [
+    pub const ALL: [Tensor; 22] = [
         Tensor::Q,
         Tensor::K,
         Tensor::V,
         Tensor::Bias,
         Tensor::Mask,
+        Tensor::KeepMask,
         Tensor::S,
         Tensor::P,
         Tensor::O,
@@ -55,6 +76,15 @@ impl Tensor {
         Tensor::L,
         Tensor::Out,
         Tensor::Lse,
+        Tensor::DOut,
+        Tensor::DLse,
+        Tensor::Delta,
+        Tensor::DP,
+        Tensor::DS,
+        Tensor::DQ,
+        Tensor::DK,
+        Tensor::DV,
+        Tensor::DBias,
     ];
 
     /// The name in the papers' notation, lower case where it is an input or output of a call.
@@ -72,6 +102,16 @@ impl Tensor {
             Tensor::L => "l",
             Tensor::Out => "out",
             Tensor::Lse => "lse",
+            Tensor::KeepMask => "keep_mask",
+            Tensor::DOut => "dout",
+            Tensor::DLse => "dlse",
+            Tensor::Delta => "delta",
+            Tensor::DP => "dP",
+            Tensor::DS => "dS",
+            Tensor::DQ => "dq",
+            Tensor::DK => "dk",
+            Tensor::DV => "dv",
+            Tensor::DBias => "dbias",
         }
     }
 }
@@ -197,6 +237,19 @@ pub struct Finish<'a, F> {
     pub lse: &'a [F],
 }
 
+/// A tile of a backward schedule, made again.
+#[derive(Clone, Copy, Debug)]
+pub struct BackwardStep<'a, F> {
+    /// Where.
+    pub tile: &'a Tile,
+    /// P, 0 where a key is hidden. `[rows, keys]`.
+    pub p: &'a [F],
+    /// dS, of the final scores. `[rows, keys]`.
+    pub ds: &'a [F],
+    /// Δ of the rows.
+    pub delta: &'a [F],
+}
+
 /// Sees what a schedule does. Every method does nothing unless it is overridden, so that an
 /// observer that is not there costs nothing.
 pub trait Observer {
@@ -239,6 +292,11 @@ pub trait Observer {
 
     /// The state of a tile's rows has changed (FA1, FA2).
     fn step<F: Float>(&mut self, step: &Step<'_, F>) {
+        let _ = step;
+    }
+
+    /// A tile has given its share of dQ, dK and dV (backward).
+    fn backward_step<F: Float>(&mut self, step: &BackwardStep<'_, F>) {
         let _ = step;
     }
 

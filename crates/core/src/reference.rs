@@ -5,12 +5,17 @@
 //! (double-double: Knuth's two-sum, and Dekker's exact product where f64 inputs need it), so that
 //! what remains is the rounding of single exponentials, and f64 results can be judged too.
 
+mod gradients;
+
 use crate::dtype::{DType, Element};
 use crate::inputs::Inputs;
 use crate::options::Alignment;
 use crate::problem::{Problem, Sequence};
 use crate::tolerance::score_error;
 use crate::view::TensorView;
+
+pub use gradients::{HeadGradients, gradients};
+pub(crate) use gradients::{RowTerms, Term, head_gradients, heads_of};
 
 /// Attention by definition.
 #[derive(Clone, Debug, PartialEq)]
@@ -125,11 +130,14 @@ pub fn row<T: Element>(
     for key in &mut keys {
         let p = m.exp_of_difference(key.score);
         z.add(p, 0.0);
+        let Some(factor) = row.kept(key.j) else {
+            continue;
+        };
         values.clear();
         values.extend(
             row.v(key.j, &mut scratch)
                 .iter()
-                .map(|v| v.to_acc().to_f64()),
+                .map(|v| v.to_acc().to_f64() * factor),
         );
         key.abs_v = values.iter().map(|v| v.abs()).fold(0.0, |max, v| {
             if v > max && v < f64::INFINITY { v } else { max }
@@ -175,6 +183,8 @@ pub(crate) struct Row<'p, 'a, T> {
     problem: &'p Problem,
     inputs: &'p Inputs<'a, T>,
     sequence: Sequence,
+    /// Position of the sequence in the problem's.
+    number: usize,
     b: usize,
     h: usize,
     /// Row on the seqlen axis of q.
@@ -192,10 +202,10 @@ impl<'p, 'a, T: Element> Row<'p, 'a, T> {
         h: usize,
         i: usize,
     ) -> Option<Self> {
-        let sequence = *problem
-            .sequences()
-            .iter()
-            .find(|s| s.q_batch == b && (s.q_start..s.q_start + s.seqlen_q).contains(&i))?;
+        let (number, &sequence) =
+            problem.sequences().iter().enumerate().find(|(_, s)| {
+                s.q_batch == b && (s.q_start..s.q_start + s.seqlen_q).contains(&i)
+            })?;
         let off = match problem.options().get_alignment() {
             Alignment::BottomRight => sequence.seqlen_k as i128 - sequence.seqlen_q as i128,
             Alignment::TopLeft => 0,
@@ -204,6 +214,7 @@ impl<'p, 'a, T: Element> Row<'p, 'a, T> {
             problem,
             inputs,
             sequence,
+            number,
             b,
             h,
             i,
@@ -276,6 +287,23 @@ impl<'p, 'a, T: Element> Row<'p, 'a, T> {
         Some((slopes[self.h], (self.at - j as i128).unsigned_abs() as f64))
     }
 
+    /// What dropout multiplies the weight of key `j` by; `None` if it drops the key.
+    pub(crate) fn kept(&self, j: usize) -> Option<f64> {
+        let Some(dropout) = self.problem.options().get_dropout() else {
+            return Some(1.0);
+        };
+        let heads = self.problem.dims().num_heads;
+        let kept = match (
+            dropout.philox(self.number, self.h, heads),
+            &self.inputs.keep_mask,
+        ) {
+            (Some(philox), _) => philox.keeps(self.i - self.sequence.q_start, j),
+            (None, Some(mask)) => self.broadcast(mask, j) != 0,
+            (None, None) => true,
+        };
+        kept.then(|| dropout.scale())
+    }
+
     fn broadcast<U: Copy>(&self, view: &TensorView<'_, U>, j: usize) -> U {
         view.at_broadcast([self.b, self.h, self.i, self.sequence.k_start + j])
     }
@@ -315,6 +343,16 @@ impl<'p, 'a, T: Element> Row<'p, 'a, T> {
         scratch.clear();
         scratch.extend(view.row(batch, head, position));
         scratch
+    }
+
+    /// How much the score of key `j` changes with its scaled product: 1, or 1 − tanh² under a softcap.
+    fn slope(&self, j: usize, q: &[f64], scratch: &mut Vec<T>) -> f64 {
+        let Some(cap) = self.problem.options().get_softcap() else {
+            return 1.0;
+        };
+        let (product, _) = dot(q, self.k(j, scratch));
+        let tanh = (product.hi * self.problem.softmax_scale() / cap).tanh();
+        1.0 - tanh * tanh
     }
 
     /// The final score of key `j`, and the sum of the magnitudes it was made of.

@@ -6,6 +6,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use crate::dropout::Philox;
 use crate::dtype::{Element, Float};
 use crate::error::{Error, Result};
 use crate::mask::{Live, MaskRule};
@@ -34,7 +35,16 @@ pub struct TileSpec<F> {
     softcap: Option<F>,
     alibi_slope: Option<F>,
     sink: Option<F>,
+    dropout: Option<TileDropout<F>>,
     mask: MaskRule,
+}
+
+/// Dropout of one head of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct TileDropout<F> {
+    /// `None`: what is kept comes with the block.
+    philox: Option<Philox>,
+    scale: F,
 }
 
 impl<F: Float> TileSpec<F> {
@@ -53,6 +63,15 @@ impl<F: Float> TileSpec<F> {
             softcap: options.get_softcap().map(number),
             alibi_slope: of_head(options.get_alibi_slopes()),
             sink: of_head(options.get_sinks()),
+            dropout: options.get_dropout().map(|dropout| {
+                // Two equal sequences can only be two without rows.
+                let sequences = problem.sequences();
+                let number = sequences.iter().position(|s| s == sequence).unwrap_or(0);
+                TileDropout {
+                    philox: dropout.philox(number, head, problem.dims().num_heads),
+                    scale: self::number(dropout.scale()),
+                }
+            }),
             mask: problem.mask_rule(sequence),
         }
     }
@@ -60,6 +79,11 @@ impl<F: Float> TileSpec<F> {
     /// The rows, counted within the sequence.
     pub fn rows(&self) -> Range<usize> {
         self.rows.clone()
+    }
+
+    /// Size of a row of q and k.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
     }
 
     /// Size of a row of Õ.
@@ -70,6 +94,11 @@ impl<F: Float> TileSpec<F> {
     /// The sink of the head.
     pub fn sink(&self) -> Option<F> {
         self.sink
+    }
+
+    /// The factor of q·k.
+    pub(crate) fn scale(&self) -> F {
+        self.scale
     }
 
     /// How much of rows × `keys` position and length leave live.
@@ -83,7 +112,22 @@ impl<F: Float> TileSpec<F> {
     /// # Errors
     /// [`Error::Shape`] if a tile does not have the size it should.
     pub fn scores(&self, block: &TileBlock<'_, F>, scores: &mut Vec<F>) -> Result<()> {
+        self.score_tile(block, scores, None)
+    }
+
+    /// [`scores`](Self::scores), and the slope of each score in its scaled product: 1, or
+    /// 1 − tanh² under a softcap.
+    pub(crate) fn score_tile(
+        &self,
+        block: &TileBlock<'_, F>,
+        scores: &mut Vec<F>,
+        mut slopes: Option<&mut Vec<F>>,
+    ) -> Result<()> {
         self.check_scores(block)?;
+        if let Some(slopes) = &mut slopes {
+            slopes.clear();
+            slopes.resize(self.rows.len() * block.keys.len(), F::one());
+        }
         let width = block.keys.len();
         scores.clear();
         scores.resize(self.rows.len() * width, F::neg_infinity());
@@ -106,7 +150,11 @@ impl<F: Float> TileSpec<F> {
                 }
                 let mut s = dot(q, &block.k[key * self.head_dim..][..self.head_dim]) * self.scale;
                 if let Some(cap) = self.softcap {
-                    s = cap * (s / cap).tanh();
+                    let tanh = (s / cap).tanh();
+                    s = cap * tanh;
+                    if let Some(slopes) = &mut slopes {
+                        slopes[at] = F::one() - tanh * tanh;
+                    }
                 }
                 if let Some(bias) = block.bias {
                     s += bias[at];
@@ -118,6 +166,21 @@ impl<F: Float> TileSpec<F> {
             }
         }
         Ok(())
+    }
+
+    /// What dropout multiplies the weight of row `r` and key `key` of a block by; `None` if it drops
+    /// the key.
+    #[inline]
+    pub(crate) fn kept(&self, block: &TileBlock<'_, F>, r: usize, key: usize) -> Option<F> {
+        let Some(dropout) = &self.dropout else {
+            return Some(F::one());
+        };
+        let kept = match (&dropout.philox, block.keep) {
+            (Some(philox), _) => philox.keeps(self.rows.start + r, block.keys.start + key),
+            (None, Some(keep)) => keep[r * block.keys.len() + key] != 0,
+            (None, None) => true,
+        };
+        kept.then_some(dropout.scale)
     }
 
     fn check_scores(&self, block: &TileBlock<'_, F>) -> Result<()> {
@@ -162,7 +225,7 @@ fn intersect(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 }
 
 /// Σ x_d y_d in eight partial sums, so that the compiler can use vector registers.
-fn dot<F: Float>(x: &[F], y: &[F]) -> F {
+pub(crate) fn dot<F: Float>(x: &[F], y: &[F]) -> F {
     const LANES: usize = 8;
     let mut sums = [F::zero(); LANES];
     for (x, y) in x.chunks(LANES).zip(y.chunks(LANES)) {
@@ -188,6 +251,8 @@ pub struct TileBlock<'a, F> {
     pub bias: Option<&'a [F]>,
     /// `[rows, keys]`, 0 = hidden.
     pub mask: Option<&'a [u8]>,
+    /// `[rows, keys]`, 0 = dropped; for [`Dropout::Mask`](crate::Dropout::Mask).
+    pub keep: Option<&'a [u8]>,
 }
 
 /// (m, ℓ, Õ) of a block of rows.
@@ -305,7 +370,7 @@ fn scale<F: Float>(row: &mut [F], factor: F) {
     }
 }
 
-fn add_scaled<F: Float>(row: &mut [F], factor: F, other: &[F]) {
+pub(crate) fn add_scaled<F: Float>(row: &mut [F], factor: F, other: &[F]) {
     for (x, &y) in row.iter_mut().zip(other) {
         *x += factor * y;
     }
@@ -334,6 +399,9 @@ impl<F: Float> OnlineSoftmax for TileMath<F> {
     fn absorb(&self, state: &mut TileState<F>, block: TileBlock<'_, F>) -> Result<()> {
         let (width, width_v) = (block.keys.len(), state.spec.head_dim_v);
         check_tile("v", block.v.len(), [width, width_v])?;
+        if let Some(keep) = block.keep {
+            check_tile("keep_mask", keep.len(), [state.m.len(), width])?;
+        }
         let mut scores = std::mem::take(&mut state.scores);
         state.spec.scores(&block, &mut scores)?;
         for r in 0..state.m.len() {
@@ -351,7 +419,10 @@ impl<F: Float> OnlineSoftmax for TileMath<F> {
                 }
                 let p = (s - base).exp();
                 l += p;
-                add_scaled(acc, p, &block.v[key * width_v..][..width_v]);
+                let Some(factor) = state.spec.kept(&block, r, key) else {
+                    continue;
+                };
+                add_scaled(acc, p * factor, &block.v[key * width_v..][..width_v]);
             }
             state.m[r] = m;
             state.l[r] = l;

@@ -45,6 +45,8 @@
 //! # Ok::<(), tilewise_core::Error>(())
 //! ```
 
+mod gradients;
+
 use std::sync::Arc;
 
 use num_traits::Float as _;
@@ -55,6 +57,8 @@ use crate::inputs::Inputs;
 use crate::problem::{Dims, Problem};
 use crate::reference::{self, Row};
 use crate::view::TensorView;
+
+pub use gradients::{GradientComparison, GradientJudge, GradientTolerance, JudgedHead, judge_head};
 
 /// Roundings that do not grow with the scores, in unit roundoffs of the accumulator, relative to
 /// max|v|.
@@ -219,15 +223,55 @@ fn naive_row<T: Element>(
         return f32::NEG_INFINITY;
     };
     let q: Vec<T::Acc> = inputs.q.row(b, h, i).map(Element::to_acc).collect();
+    let mut scratch = Vec::new();
+    let (mut scores, m) = naive_scores(problem, &row, &q);
+    if m == T::Acc::neg_infinity() {
+        return f32::NEG_INFINITY;
+    }
+    let mut l = match row.sink() {
+        Some(sink) => (acc(sink) - m).exp(),
+        None => acc(0.0),
+    };
+    for (_, s, _) in &mut scores {
+        *s = (*s - m).exp();
+        l += *s;
+    }
+    let mut sums = vec![acc(0.0); out.len()];
+    for &(j, e, _) in &scores {
+        let Some(factor) = row.kept(j) else {
+            continue;
+        };
+        let p = T::from_acc(e / l * acc(factor)).to_acc();
+        for (sum, v) in sums.iter_mut().zip(row.v(j, &mut scratch)) {
+            *sum += p * v.to_acc();
+        }
+    }
+    for (to, sum) in out.iter_mut().zip(sums) {
+        *to = T::from_acc(sum);
+    }
+    (m + l.ln()).to_f64() as f32
+}
+
+/// The live keys of a row with their scores and the slopes of these under a softcap, in the
+/// accumulator type; and the largest, the sink counted.
+fn naive_scores<T: Element>(
+    problem: &Problem,
+    row: &Row<'_, '_, T>,
+    q: &[T::Acc],
+) -> (Vec<(usize, T::Acc, T::Acc)>, T::Acc) {
+    let acc = <T::Acc as Element>::from_f64;
     let scale = acc(problem.softmax_scale());
     let cap = problem.options().get_softcap().map(acc);
     let mut scratch = Vec::new();
-    let mut scores: Vec<(usize, T::Acc)> = Vec::new();
+    let mut scores = Vec::new();
     let mut m = acc(row.sink().unwrap_or(f64::NEG_INFINITY));
     for j in row.candidates().filter(|&j| row.visible(j)) {
-        let mut s = dot(&q, row.k(j, &mut scratch)) * scale;
+        let mut s = dot(q, row.k(j, &mut scratch)) * scale;
+        let mut slope = acc(1.0);
         if let Some(cap) = cap {
-            s = cap * (s / cap).tanh();
+            let tanh = (s / cap).tanh();
+            s = cap * tanh;
+            slope -= tanh * tanh;
         }
         if let Some(bias) = row.bias(j) {
             s += bias.to_acc();
@@ -238,31 +282,10 @@ fn naive_row<T: Element>(
         if s != T::Acc::neg_infinity() {
             // NaN must not be lost in a comparison.
             m = if s > m || s.is_nan() { s } else { m };
-            scores.push((j, s));
+            scores.push((j, s, slope));
         }
     }
-    if m == T::Acc::neg_infinity() {
-        return f32::NEG_INFINITY;
-    }
-    let mut l = match row.sink() {
-        Some(sink) => (acc(sink) - m).exp(),
-        None => acc(0.0),
-    };
-    for (_, s) in &mut scores {
-        *s = (*s - m).exp();
-        l += *s;
-    }
-    let mut sums = vec![acc(0.0); out.len()];
-    for &(j, e) in &scores {
-        let p = T::from_acc(e / l).to_acc();
-        for (sum, v) in sums.iter_mut().zip(row.v(j, &mut scratch)) {
-            *sum += p * v.to_acc();
-        }
-    }
-    for (to, sum) in out.iter_mut().zip(sums) {
-        *to = T::from_acc(sum);
-    }
-    (m + l.ln()).to_f64() as f32
+    (scores, m)
 }
 
 /// Σ q_d k_d in eight partial sums, as a plain vectorised product adds them up.

@@ -79,6 +79,7 @@ pub fn forward<T: Element>(
                 }
                 head.load_q(&mut chip, &rows, observer);
                 head.load_modifiers(&mut chip, &tile, observer);
+                head.load_keep(&mut chip, &tile, observer);
                 let mut state = workspace.load(&spec, observer)?;
                 let mut block = math.begin(&spec)?;
                 math.absorb(&mut block, head.block(&chip, &tile))?;

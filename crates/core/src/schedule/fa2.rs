@@ -54,6 +54,7 @@ pub fn forward<T: Element>(
                 head.load_k(&mut chip, &tile.keys, observer);
                 head.load_v(&mut chip, &tile.keys, observer);
                 head.load_modifiers(&mut chip, &tile, observer);
+                head.load_keep(&mut chip, &tile, observer);
                 math.absorb(&mut state, head.block(&chip, &tile))?;
                 head.report_tile(&tile, state.scores(), observer);
                 observer.operations(Operation::Rescale, rows.len() * width);

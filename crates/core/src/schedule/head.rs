@@ -18,6 +18,7 @@ pub(super) struct Head<'p, 'a, T> {
     /// Broadcast to `[batch, num_heads, seqlen_q, seqlen_k]`, with the shape each was given in.
     bias: Option<(TensorView<'a, T>, [usize; 4])>,
     mask: Option<(TensorView<'a, u8>, [usize; 4])>,
+    keep: Option<(TensorView<'a, u8>, [usize; 4])>,
     sequence: &'p Sequence,
     sequence_index: usize,
     index: usize,
@@ -29,6 +30,17 @@ pub(super) fn for_each_head<T: Element>(
     inputs: &Inputs<'_, T>,
     mut each: impl FnMut(&Head<'_, '_, T>) -> Result<()>,
 ) -> Result<()> {
+    for_each_group(problem, inputs, |heads| {
+        heads.iter().try_for_each(&mut each)
+    })
+}
+
+/// Calls `each` for every KV head of every sequence, with the query heads that share it.
+pub(super) fn for_each_group<T: Element>(
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    mut each: impl FnMut(&[Head<'_, '_, T>]) -> Result<()>,
+) -> Result<()> {
     let dims = problem.dims();
     let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
     let bias = match inputs.bias {
@@ -39,17 +51,26 @@ pub(super) fn for_each_head<T: Element>(
         Some(mask) => Some((mask.broadcast_to(full)?, mask.shape())),
         None => None,
     };
+    let keep = match inputs.keep_mask {
+        Some(keep) => Some((keep.broadcast_to(full)?, keep.shape())),
+        None => None,
+    };
     for (sequence_index, sequence) in problem.sequences().iter().enumerate() {
-        for index in 0..dims.num_heads {
-            each(&Head {
-                problem,
-                inputs,
-                bias,
-                mask,
-                sequence,
-                sequence_index,
-                index,
-            })?;
+        for kv_head in 0..dims.num_kv_heads {
+            let group = dims.group();
+            let heads: Vec<_> = (kv_head * group..(kv_head + 1) * group)
+                .map(|index| Head {
+                    problem,
+                    inputs,
+                    bias,
+                    mask,
+                    keep,
+                    sequence,
+                    sequence_index,
+                    index,
+                })
+                .collect();
+            each(&heads)?;
         }
     }
     Ok(())
@@ -63,6 +84,7 @@ pub(super) struct Chip<T: Element> {
     v: Vec<T::Acc>,
     bias: Vec<T::Acc>,
     mask: Vec<u8>,
+    keep: Vec<u8>,
 }
 
 impl<T: Element> Head<'_, '_, T> {
@@ -127,7 +149,17 @@ impl<T: Element> Head<'_, '_, T> {
         observer.load(transfer::<T>(Tensor::V, chip.v.len()));
     }
 
-    fn kv_place(&self) -> [usize; 3] {
+    /// The place of row 0 of q, out and lse: batch, head, row.
+    pub(super) fn q_place(&self) -> [usize; 3] {
+        [self.sequence.q_batch, self.index, self.sequence.q_start]
+    }
+
+    /// The shape in which the bias was given.
+    pub(super) fn bias_shape(&self) -> Option<[usize; 4]> {
+        Some(self.bias.as_ref()?.1)
+    }
+
+    pub(super) fn kv_place(&self) -> [usize; 3] {
         [
             self.sequence.k_batch,
             self.index / self.problem.dims().group(),
@@ -158,6 +190,16 @@ impl<T: Element> Head<'_, '_, T> {
         }
     }
 
+    /// What dropout keeps of a tile, if a mask says it.
+    pub(super) fn load_keep(&self, chip: &mut Chip<T>, tile: &Tile, observer: &mut impl Observer) {
+        if let Some((keep, given)) = &self.keep {
+            let (sequence, head) = (self.sequence, self.index);
+            let place = [sequence.q_batch, head, sequence.q_start, sequence.k_start];
+            copy_tile(keep, place, tile, &mut chip.keep, |x| x);
+            observer.load(transfer::<u8>(Tensor::KeepMask, distinct(given, tile)));
+        }
+    }
+
     /// What is in fast memory, as the block of `tile`.
     pub(super) fn block<'c>(&self, chip: &'c Chip<T>, tile: &Tile) -> TileBlock<'c, T::Acc> {
         TileBlock {
@@ -167,6 +209,7 @@ impl<T: Element> Head<'_, '_, T> {
             keys: tile.keys.clone(),
             bias: self.bias.is_some().then_some(&chip.bias[..]),
             mask: self.mask.is_some().then_some(&chip.mask[..]),
+            keep: self.keep.is_some().then_some(&chip.keep[..]),
         }
     }
 
@@ -230,14 +273,7 @@ impl<T: Element> Head<'_, '_, T> {
     }
 }
 
-impl<T: Element> Chip<T> {
-    /// The tile of v.
-    pub(super) fn values(&self) -> &[T::Acc] {
-        &self.v
-    }
-}
-
-fn copy_rows<T: Element>(
+pub(super) fn copy_rows<T: Element>(
     view: &TensorView<'_, T>,
     [b, h, start]: [usize; 3],
     rows: &Range<usize>,
@@ -264,7 +300,7 @@ fn copy_tile<U: Copy, A>(
 }
 
 /// Elements of a broadcast tensor that a tile reads, each once.
-fn distinct(given: &[usize; 4], tile: &Tile) -> usize {
+pub(super) fn distinct(given: &[usize; 4], tile: &Tile) -> usize {
     let rows = if given[2] == 1 { 1 } else { tile.rows.len() };
     let keys = if given[3] == 1 { 1 } else { tile.keys.len() };
     rows * keys

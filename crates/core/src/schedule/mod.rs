@@ -46,6 +46,7 @@
 //! # Ok::<(), tilewise_core::Error>(())
 //! ```
 
+pub mod backward;
 pub mod fa1;
 pub mod fa2;
 mod head;

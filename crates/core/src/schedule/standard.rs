@@ -89,11 +89,14 @@ pub fn forward<T: Element>(
             for key_block in blocks(seqlen_k, sizes.keys()) {
                 let tile = head.tile(&spec, i, key_block);
                 head.load_v(&mut chip, &tile.keys, observer);
+                head.load_keep(&mut chip, &tile, observer);
+                let block = head.block(&chip, &tile);
                 let elements = rows.len() * tile.keys.len();
                 observer.load(transfer::<T::Acc>(Tensor::P, elements));
                 for (r, row) in rows.clone().enumerate() {
                     let p = &p[row * seqlen_k..][tile.keys.clone()];
-                    add_values(p, chip.values(), &mut out[r * width..][..width]);
+                    let kept = |key| spec.kept(&block, r, key);
+                    add_values(p, kept, block.v, &mut out[r * width..][..width]);
                 }
                 head.report_values(&tile, observer);
             }
@@ -112,7 +115,7 @@ fn hidden<F: Float>() -> F {
 }
 
 /// Three-pass softmax of one row of S; gives (m, ℓ), the sink included.
-fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> (F, F) {
+pub(super) fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> (F, F) {
     let sink = spec.sink().unwrap_or(F::neg_infinity());
     let m = s.iter().fold(sink, |m, &s| max_or_nan(m, s));
     let base = exponent_base(m);
@@ -131,7 +134,7 @@ fn softmax_row<F: Float>(spec: &TileSpec<F>, s: &[F], p: &mut [F]) -> (F, F) {
 }
 
 /// L = m + ln ℓ.
-fn log_sum<F: Float>(m: F, l: F) -> F {
+pub(super) fn log_sum<F: Float>(m: F, l: F) -> F {
     if m == F::neg_infinity() {
         m
     } else {
@@ -139,13 +142,22 @@ fn log_sum<F: Float>(m: F, l: F) -> F {
     }
 }
 
-/// out += p v, leaving out hidden keys: their values may be NaN.
-fn add_values<F: Float>(p: &[F], v: &[F], out: &mut [F]) {
+/// Whether this weight is of a hidden key.
+pub(super) fn is_hidden<F: Float>(p: F) -> bool {
+    p == hidden() && p.is_sign_negative()
+}
+
+/// out += p v, leaving out keys that are hidden or dropped: their values may be NaN.
+fn add_values<F: Float>(p: &[F], kept: impl Fn(usize) -> Option<F>, v: &[F], out: &mut [F]) {
     let width = out.len();
     for (key, &p) in p.iter().enumerate() {
-        if p == hidden() && p.is_sign_negative() {
+        if is_hidden(p) {
             continue;
         }
+        let Some(factor) = kept(key) else {
+            continue;
+        };
+        let p = p * factor;
         for (out, &v) in out.iter_mut().zip(&v[key * width..]) {
             *out += p * v;
         }
@@ -153,7 +165,7 @@ fn add_values<F: Float>(p: &[F], v: &[F], out: &mut [F]) {
 }
 
 /// A matrix of zeros in slow memory.
-fn matrix<F: Float>(rows: usize, columns: usize) -> Result<Vec<F>> {
+pub(super) fn matrix<F: Float>(rows: usize, columns: usize) -> Result<Vec<F>> {
     let mut matrix = Vec::new();
     match rows.checked_mul(columns) {
         Some(len) if matrix.try_reserve_exact(len).is_ok() => {

@@ -136,6 +136,7 @@ impl<F: Float> Head<F> {
             keys,
             bias: bias.as_deref(),
             mask: mask.as_deref(),
+            keep: None,
         })
     }
 
@@ -427,6 +428,7 @@ fn states_of_other_rows_do_not_merge() {
             keys,
             bias: None,
             mask: None,
+            keep: None,
         };
         math.absorb(&mut state, block)
     };
