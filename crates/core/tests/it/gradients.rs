@@ -67,22 +67,28 @@ impl<T: Element> Setting<T> {
             out_shape: dims.out_shape(),
             blocks: case.blocks,
         };
-        let (mut out, mut lse) = (setting.out.clone(), setting.lse.clone());
-        let out_view = TensorViewMut::bhsd(&mut out, dims.out_shape()).unwrap();
-        let lse_view = TensorViewMut::bhs(&mut lse, dims.lse_shape()).unwrap();
-        let problem = setting.problem();
+        setting.forward();
+        setting
+    }
+
+    /// Makes out and lse anew.
+    fn forward(&mut self) {
+        let [b, h, s, _] = self.out_shape;
+        let (mut out, mut lse) = (self.out.clone(), self.lse.clone());
+        let out_view = TensorViewMut::bhsd(&mut out, self.out_shape).unwrap();
+        let lse_view = TensorViewMut::bhs(&mut lse, [b, h, s]).unwrap();
+        let problem = self.problem();
         schedule::forward(
             Algorithm::Fa2,
             &problem,
-            &setting.inputs(),
-            setting.sizes(),
+            &self.inputs(),
+            self.sizes(),
             &mut NoObserver,
             out_view,
             Some(lse_view),
         )
         .unwrap();
-        (setting.out, setting.lse) = (out, lse);
-        setting
+        (self.out, self.lse) = (out, lse);
     }
 
     fn sizes(&self) -> BlockSizes {
@@ -131,7 +137,11 @@ fn check_case<T: Element>(case: &Case) -> TestCaseResult {
     // judge would let everything pass.
     for (name, tolerance) in judge.tolerances() {
         let sum: f64 = judge.reference(name).unwrap().iter().map(|x| x.abs()).sum();
-        let rough = 40.0 * T::DTYPE.unit_roundoff() * (1.0 + sum) + 2.0 * tolerance.accumulation;
+        let u = match name {
+            "dsinks" => T::DTYPE.unit_roundoff().max(f32::DTYPE.unit_roundoff()),
+            _ => T::DTYPE.unit_roundoff(),
+        };
+        let rough = 40.0 * u * (1.0 + sum) + 2.0 * tolerance.accumulation;
         prop_assert!(tolerance.naive_err <= rough, "{name} {tolerance:?}, {sum}");
     }
     for algorithm in Algorithm::ALL {
@@ -236,6 +246,7 @@ proptest! {
         let mut setting = Setting::<f32>::new(&case);
         setting.keep = None;
         setting.options = setting.options.dropout(Dropout::Philox { p: 0.4, seed, offset: 3 });
+        setting.forward();
         let philox = setting.run(Algorithm::Fa2);
         let problem = setting.problem();
         let keep = keep_mask(&problem, &setting.inputs()).unwrap().unwrap();
@@ -414,6 +425,7 @@ fn packed_sequences_have_their_own_gradients() {
     let mut setting = setting;
     setting.options = setting.options.dropout(None);
     setting.keep = None;
+    setting.forward();
     let packed = setting.run(Algorithm::Fa2);
     let (problem, inputs) = (setting.problem(), setting.backward());
     let mut compared = 0;
