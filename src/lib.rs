@@ -55,10 +55,10 @@ pub use kind::BackendKind;
 pub use tilewise_core as core;
 pub use tilewise_core::{
     Algorithm, Alignment, AnyInputs, AnyKeyBlock, AnyTensor, AnyTensorMut, Backend, BackendInfo,
-    BlockTable, Comparison, DType, Dims, Element, Error, ErrorClass, Finished, ForwardReport,
-    HostState, Inputs, Judge, JudgedRow, KeyBlock, Lengths, OnlineSoftmax, Options, Part, Problem,
-    Result, RowSample, RunningState, Sequence, TensorView, TensorViewMut, Tolerance, alibi_slopes,
-    half, judge_row, merge_outputs, merge_parts,
+    BlockTable, Comparison, DType, Dims, Dropout, Element, Error, ErrorClass, Finished,
+    ForwardReport, HostState, Inputs, Judge, JudgedRow, KeyBlock, Lengths, OnlineSoftmax, Options,
+    Part, Problem, Result, RowSample, RunningState, Sequence, TensorView, TensorViewMut, Tolerance,
+    alibi_slopes, half, judge_row, merge_outputs, merge_parts,
 };
 
 #[cfg(feature = "cpu")]

@@ -58,7 +58,9 @@ use crate::problem::{Dims, Problem};
 use crate::reference::{self, Row};
 use crate::view::TensorView;
 
-pub use gradients::{GradientComparison, GradientJudge, GradientTolerance, JudgedHead, judge_head};
+pub use gradients::{
+    CG, GradientComparison, GradientJudge, GradientTolerance, JudgedHead, judge_head,
+};
 
 /// Roundings that do not grow with the scores, in unit roundoffs of the accumulator, relative to
 /// max|v|.

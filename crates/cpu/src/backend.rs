@@ -3,10 +3,12 @@
 use tilewise_core::backend::check_outputs;
 use tilewise_core::half::{bf16, f16};
 use tilewise_core::{
-    Algorithm, AnyInputs, AnyTensorMut, Backend, BackendInfo, DType, Error, ForwardReport, Inputs,
+    Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
+    BackwardInputs, BackwardReport, DType, Error, ForwardReport, GradientsMut, Inputs,
     OnlineSoftmax, Problem, Result, RunningState, TensorViewMut, with_typed,
 };
 
+use crate::backward;
 use crate::call::Call;
 use crate::head::Scoring;
 use crate::isa::Isa;
@@ -172,6 +174,24 @@ impl CpuBackend {
         })
     }
 
+    /// [`Backend::backward`] for one element type.
+    ///
+    /// [`Algorithm::Fa2`] runs on the kernels of the forward pass; [`Algorithm::Standard`] and
+    /// [`Algorithm::Fa1`] run core's schedules, one KV head of one sequence a thread.
+    ///
+    /// # Errors
+    /// Those of [`BackwardInputs::problem`], [`Error::Shape`] if `problem` is not the one that `inputs`
+    /// pose or a gradient has another shape, [`Error::OutOfMemory`].
+    pub fn backward_into<T: CpuElement>(
+        &self,
+        problem: &Problem,
+        inputs: &BackwardInputs<'_, T>,
+        algorithm: Algorithm,
+        gradients: GradientsMut<'_, T>,
+    ) -> Result<BackwardReport> {
+        backward::backward(self, problem, inputs, algorithm, gradients)
+    }
+
     fn workspace<T: CpuElement>(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
         let shape = self.machinery::<T>(problem).shape;
         let dims = problem.dims();
@@ -254,6 +274,49 @@ impl Backend for CpuBackend {
             let out = typed(inputs, out).ok_or(Error::DType { tensor: "out".into(), expected, got })?;
             self.forward_into(problem, inputs, algorithm, out, lse)
         })
+    }
+
+    fn supports_backward(&self, problem: &Problem, algorithm: Algorithm) -> Result<()> {
+        self.supports(problem, algorithm)
+    }
+
+    fn backward_workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
+        match problem.dtype() {
+            DType::F64 => backward::workspace_bytes::<f64>(self, problem, algorithm),
+            DType::F16 => backward::workspace_bytes::<f16>(self, problem, algorithm),
+            DType::BF16 => backward::workspace_bytes::<bf16>(self, problem, algorithm),
+            _ => backward::workspace_bytes::<f32>(self, problem, algorithm),
+        }
+    }
+
+    fn backward(
+        &self,
+        problem: &Problem,
+        inputs: &AnyBackwardInputs<'_>,
+        algorithm: Algorithm,
+        gradients: AnyGradientsMut<'_>,
+    ) -> Result<BackwardReport> {
+        fn typed<T: CpuElement>(
+            backend: &CpuBackend,
+            problem: &Problem,
+            inputs: &BackwardInputs<'_, T>,
+            algorithm: Algorithm,
+            gradients: AnyGradientsMut<'_>,
+        ) -> Result<BackwardReport> {
+            let got = gradients.dtype();
+            let gradients = T::typed_gradients(gradients).ok_or(Error::DType {
+                tensor: "dq".into(),
+                expected: T::DTYPE,
+                got,
+            })?;
+            backend.backward_into(problem, inputs, algorithm, gradients)
+        }
+        match inputs {
+            AnyBackwardInputs::F64(inputs) => typed(self, problem, inputs, algorithm, gradients),
+            AnyBackwardInputs::F32(inputs) => typed(self, problem, inputs, algorithm, gradients),
+            AnyBackwardInputs::F16(inputs) => typed(self, problem, inputs, algorithm, gradients),
+            AnyBackwardInputs::BF16(inputs) => typed(self, problem, inputs, algorithm, gradients),
+        }
     }
 
     fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>> {

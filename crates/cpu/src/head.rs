@@ -4,6 +4,7 @@ use std::f64::consts::LOG2_E;
 
 use tilewise_core::{Element, Inputs, MaskRule, Problem, Sequence};
 
+use crate::kernel::dropout::Dropping;
 use crate::kernel::{Modifiers, Plane};
 
 /// Scores as the kernels see them: which factor is where.
@@ -31,7 +32,8 @@ impl<A: tilewise_core::Float> Scoring<A> {
             && options.get_softcap().is_none()
             && options.get_alibi_slopes().is_none()
             && !problem.has_bias()
-            && !problem.has_mask();
+            && !problem.has_mask()
+            && options.get_dropout().is_none();
         if plain && !natural {
             Scoring {
                 sign: A::from_f64(1f64.copysign(scale)),
@@ -98,6 +100,9 @@ impl<T: Element> Head<T> {
         let acc = <T::Acc as Element>::from_f64;
         let (b, row) = (sequence.q_batch, sequence.q_start);
         let rule = problem.mask_rule(sequence);
+        // Two equal sequences can only be two without rows.
+        let sequences = problem.sequences();
+        let number = sequences.iter().position(|s| s == sequence).unwrap_or(0);
         let modifiers = scoring.modified.then(|| Modifiers {
             scale: acc(problem.softmax_scale()),
             softcap: options.get_softcap().map(acc),
@@ -112,6 +117,16 @@ impl<T: Element> Head<T> {
                 .mask
                 .as_ref()
                 .map(|mask| element_plane(mask, b, head, row, bias_key)),
+            dropout: options.get_dropout().map(|dropout| Dropping {
+                philox: dropout.philox(number, head, problem.dims().num_heads),
+                row: 0,
+                key: origin,
+                mask: inputs
+                    .keep_mask
+                    .as_ref()
+                    .map(|mask| element_plane(mask, b, head, row, bias_key)),
+                scale: acc(dropout.scale()),
+            }),
         });
         Head {
             rule,

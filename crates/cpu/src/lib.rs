@@ -15,6 +15,7 @@
 #![warn(missing_docs)]
 
 mod backend;
+mod backward;
 mod buffer;
 mod call;
 pub mod ceilings;

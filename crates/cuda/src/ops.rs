@@ -39,6 +39,9 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     if problem.has_mask() {
         return refuse("a boolean mask".into());
     }
+    if options.get_dropout().is_some() {
+        return refuse("dropout".into());
+    }
     if options.get_alibi_slopes().is_some() {
         return refuse("alibi_slopes".into());
     }

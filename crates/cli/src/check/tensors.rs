@@ -140,6 +140,7 @@ pub(super) fn alone<'a, T: Element>(
     };
     one.bias = inputs.bias.map(|bias| cut(bias, &ranges));
     one.mask = inputs.mask.map(|mask| cut(mask, &ranges));
+    one.keep_mask = inputs.keep_mask.map(|mask| cut(mask, &ranges));
     one.lengths.cu_seqlens_q = None;
     one.lengths.cu_seqlens_k = None;
     // Packed keys are cut to their used length already.

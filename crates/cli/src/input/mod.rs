@@ -89,6 +89,7 @@ impl<T: Element> Loaded<T> {
             v: self.v.view("v")?,
             bias: self.bias.as_ref().map(|p| p.view("bias")).transpose()?,
             mask: self.mask.as_ref().map(|p| p.view("mask")).transpose()?,
+            keep_mask: None,
             lengths: Lengths {
                 cu_seqlens_q: self.cu_seqlens_q.as_deref(),
                 cu_seqlens_k: self.cu_seqlens_k.as_deref(),

@@ -4,6 +4,7 @@
 //! packed keys. Its scores and probabilities live in a strip of `MR` × [`s_stride`] numbers that
 //! stays in L1; Õ, m and ℓ of the rows are updated in place.
 
+pub(crate) mod dropout;
 pub(crate) mod few;
 pub(crate) mod gemm;
 pub(crate) mod pack;
@@ -51,6 +52,8 @@ pub(crate) struct Modifiers<T: Element> {
     pub(crate) alibi: Option<(T::Acc, i64)>,
     /// Mask of row 0 and key 0 of the block.
     pub(crate) mask: Option<Plane<u8>>,
+    /// What happens to the weights after the softmax.
+    pub(crate) dropout: Option<dropout::Dropping<T::Acc>>,
 }
 
 impl<T: Element> Modifiers<T> {
@@ -62,6 +65,7 @@ impl<T: Element> Modifiers<T> {
             alibi: self
                 .alibi
                 .map(|(slope, at)| (slope, at + rows as i64 - keys as i64)),
+            dropout: self.dropout.map(|dropout| dropout.moved(rows, keys)),
             ..self
         }
     }

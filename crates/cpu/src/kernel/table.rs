@@ -6,7 +6,8 @@ use tilewise_core::{DType, Element};
 
 use super::few::{self, Unpacked};
 use super::pack::Rows;
-use super::{Block, Modifiers, pack, probe, rows, scores, softmax, weighted};
+use super::{Block, Modifiers, dropout, pack, probe, rows, scores, softmax, weighted};
+use crate::backward::kernel::HasBackwardKernels;
 use crate::isa::Isa;
 use crate::simd::{Vector, portable};
 #[cfg(target_arch = "x86_64")]
@@ -80,6 +81,20 @@ impl<T: Element> Kernels<T> {
         }
     }
 
+    /// Adds the weighted values, with dropout.
+    ///
+    /// # Safety
+    /// Of [`weighted::weighted_values`] and [`dropout::drop_out`].
+    pub(crate) unsafe fn values(&self, block: &Block<T::Acc>, modifiers: Option<&Modifiers<T>>) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if let Some(dropping) = modifiers.and_then(|modifiers| modifiers.dropout.as_ref()) {
+                dropout::drop_out(block, dropping);
+            }
+            (self.tile.weighted)(block);
+        }
+    }
+
     /// Scores, online softmax and weighted values: one step of FlashAttention-2.
     ///
     /// # Safety
@@ -93,7 +108,7 @@ impl<T: Element> Kernels<T> {
             }
             self.scores(block, modifiers);
             (self.tile.online)(block);
-            (self.tile.weighted)(block);
+            self.values(block, modifiers);
         }
     }
 }
@@ -253,7 +268,7 @@ mod sealed {
 }
 
 /// An element type that this backend has kernels for: f64, f32, f16 and bf16. Sealed.
-pub trait CpuElement: sealed::HasKernels {}
+pub trait CpuElement: sealed::HasKernels + HasBackwardKernels {}
 
 macro_rules! element {
     ($T:ty, $avx512:ty, $avx2:ty, $portable:ty) => {

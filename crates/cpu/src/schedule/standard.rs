@@ -166,7 +166,7 @@ impl Stripe {
                     each(&|block, _| (kernels.tile.normalise)(block));
                 }
                 Pass::Values => {
-                    each(&|block, _| (kernels.tile.weighted)(block));
+                    each(&|block, modifiers| kernels.values(block, modifiers));
                     // P is normalised, so Õ is O.
                     call.finish(self.at, self.n, &head, rows.start, rows.len(), state, true);
                 }

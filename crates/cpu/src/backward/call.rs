@@ -1,0 +1,182 @@
+//! One backward call, and the sizes of its tiles.
+
+use std::ops::Range;
+
+use tilewise_core::{BackwardInputs, Dims, Element, Problem};
+
+use super::kernel::BackwardKernels;
+use crate::backend::CpuBackend;
+use crate::call::KvHead;
+use crate::head::{Head, Scoring};
+use crate::kernel::table::{CpuElement, Kernels};
+use crate::kernel::{MAX_MR, max_key_tile, s_stride};
+use crate::shape::Shape;
+use crate::simd::MAX_LANES;
+
+/// Sizes that follow from head dims, element type and caches alone.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    /// Of the forward pass, with the backward pass's tiles.
+    pub(super) shape: Shape,
+    /// head_dim in whole vectors.
+    pub(super) width_q: usize,
+    pub(super) q_panels: usize,
+}
+
+impl Sizes {
+    pub(super) fn new<T: CpuElement>(backend: &CpuBackend, dims: &Dims) -> Sizes {
+        let kernels = T::kernels(backend.isa());
+        let tile = &kernels.tile;
+        let mut shape = Shape::new(dims, tile, backend.caches());
+        let size = size_of::<T::Acc>();
+        let width_q = dims.head_dim.next_multiple_of(tile.lanes);
+        // A tile of keys with K twice, V, dK and dV takes at most half of L2; a tile of rows with q
+        // and dO twice, dQ and two strips passes by in the other half.
+        let key_bytes = (dims.head_dim + dims.head_dim_v + 2 * width_q + shape.width).max(1) * size;
+        shape.key_tile = (backend.caches().l2 / 2 / key_bytes / tile.nr * tile.nr)
+            .clamp(2 * tile.nr, max_key_tile::<T::Acc>());
+        let mr = tile.row_blocks[tile.row_blocks.len() - 1];
+        shape.q_tile = (ROWS / mr).max(1) * mr;
+        Sizes {
+            shape,
+            width_q,
+            q_panels: width_q.div_ceil(tile.nr),
+        }
+    }
+
+    /// Elements of a strip for all rows of a tile.
+    pub(super) fn strip<A>(&self) -> usize {
+        // Products with a strip transposed read a register block past its end.
+        self.shape.padded(self.shape.q_tile) * s_stride::<A>() + MAX_MR
+    }
+
+    /// The tiles of `rows` rows.
+    pub(super) fn row_tiles(&self, rows: usize) -> usize {
+        rows.div_ceil(self.shape.q_tile)
+    }
+
+    /// Rows of tile `tile` of `rows`.
+    pub(super) fn rows(&self, tile: usize, rows: usize) -> Range<usize> {
+        let first = tile * self.shape.q_tile;
+        first..(first + self.shape.q_tile).min(rows)
+    }
+
+    /// Keys of tile `tile` of `keys`.
+    pub(super) fn keys(&self, tile: usize, keys: usize) -> Range<usize> {
+        let first = tile * self.shape.key_tile;
+        first..(first + self.shape.key_tile).min(keys)
+    }
+
+    /// The key tiles that hold `keys`.
+    pub(super) fn key_tiles(&self, keys: &Range<usize>) -> Range<usize> {
+        if keys.is_empty() {
+            return 0..0;
+        }
+        keys.start / self.shape.key_tile..keys.end.div_ceil(self.shape.key_tile)
+    }
+
+    /// Where the parts of a tile of rows lie in its room.
+    pub(super) fn room(&self) -> Room {
+        let shape = &self.shape;
+        let padded = shape.padded(shape.q_tile);
+        let mut end = 0;
+        let mut take = |elements: usize| {
+            let start = end;
+            end += elements.next_multiple_of(MAX_LANES);
+            start
+        };
+        // Packing writes whole vectors, the last one past the end.
+        let q_columns = take(padded * shape.head_dim + MAX_LANES);
+        let dout_columns = take(padded * shape.head_dim_v + MAX_LANES);
+        Room {
+            q_columns,
+            dout_columns,
+            q_rows: take(self.q_panels * shape.nr * shape.q_tile),
+            dout_rows: take(shape.v_panels * shape.nr * shape.q_tile),
+            dq: take(padded * self.width_q),
+            l: take(padded),
+            l_low: take(padded),
+            delta: take(padded),
+            elements: end,
+        }
+    }
+}
+
+/// Rows of a tile, about.
+const ROWS: usize = 48;
+
+/// Offsets of the parts of a tile of rows, in elements.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    pub(super) q_columns: usize,
+    pub(super) dout_columns: usize,
+    pub(super) q_rows: usize,
+    pub(super) dout_rows: usize,
+    pub(super) dq: usize,
+    pub(super) l: usize,
+    pub(super) l_low: usize,
+    pub(super) delta: usize,
+    pub(super) elements: usize,
+}
+
+/// One backward call. Pages have been gathered.
+pub(super) struct Call<'a, T: Element> {
+    pub(super) kernels: Kernels<T>,
+    pub(super) more: BackwardKernels<T>,
+    pub(super) sizes: Sizes,
+    pub(super) problem: &'a Problem,
+    pub(super) inputs: &'a BackwardInputs<'a, T>,
+    pub(super) scoring: Scoring<T::Acc>,
+}
+
+// SAFETY: what is shared is read only.
+unsafe impl<T: Element> Sync for Call<'_, T> {}
+
+impl<'a, T: CpuElement> Call<'a, T> {
+    pub(super) fn new(
+        backend: &CpuBackend,
+        problem: &'a Problem,
+        inputs: &'a BackwardInputs<'a, T>,
+    ) -> Self {
+        Call {
+            // The builder made sure that the processor has the instruction set.
+            kernels: T::kernels(backend.isa()),
+            more: T::backward_kernels(backend.isa()),
+            sizes: Sizes::new::<T>(backend, problem.dims()),
+            problem,
+            inputs,
+            scoring: Scoring::new(problem, false),
+        }
+    }
+}
+
+impl<T: Element> Call<'_, T> {
+    /// Every KV head of every sequence that has keys or queries.
+    pub(super) fn kv_heads(&self) -> Vec<KvHead> {
+        let heads = self.problem.dims().num_kv_heads;
+        let sequences = self.problem.sequences().iter().enumerate();
+        sequences
+            .filter(|(_, sequence)| sequence.seqlen_q > 0 || sequence.seqlen_k > 0)
+            .flat_map(|(sequence, _)| (0..heads).map(move |kv_head| KvHead { sequence, kv_head }))
+            .collect()
+    }
+
+    /// The `n`th query head of a KV head's group.
+    pub(super) fn head(&self, at: KvHead, n: usize) -> Head<T> {
+        let sequence = &self.problem.sequences()[at.sequence];
+        Head::new(
+            self.problem,
+            &self.inputs.inputs,
+            sequence,
+            self.index(at, n),
+            self.scoring,
+            0,
+            sequence.k_start,
+        )
+    }
+
+    /// Number of that head.
+    pub(super) fn index(&self, at: KvHead, n: usize) -> usize {
+        at.kv_head * self.problem.dims().group() + n
+    }
+}

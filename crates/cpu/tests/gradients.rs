@@ -1,0 +1,327 @@
+//! Gradients on every algorithm, instruction set and element type equal the naive definition, and
+//! their bits follow from the inputs alone.
+
+mod common;
+
+use common::{Data, LengthsKind, Rng, Setup, backends};
+use proptest::prelude::*;
+use tilewise_core::half::{bf16, f16};
+use tilewise_core::{
+    Algorithm, BackwardInputs, DType, Dropout, GradientJudge, Gradients, Inputs, Judge, Options,
+    Problem, RowSample, TensorView, keep_mask,
+};
+use tilewise_cpu::{CpuBackend, CpuElement};
+
+/// A setup with the results of its forward pass and what arrives at them.
+struct Setting<T> {
+    data: Data<T>,
+    options: Options,
+    keep: Option<(Vec<u8>, [usize; 4])>,
+    dout: Vec<T>,
+    dlse: Option<Vec<f32>>,
+    out: Vec<T>,
+    lse: Vec<f32>,
+    out_shape: [usize; 4],
+}
+
+impl<T: CpuElement> Setting<T> {
+    fn new(setup: &Setup) -> Self {
+        let data = Data::<T>::new(setup);
+        let mut rng = Rng(setup.seed ^ 0xD0D0);
+        let dims = *data.problem().dims();
+        let p = 0.25 * rng.below(4) as f64;
+        let dropout = match rng.below(4) {
+            0 => Some(Dropout::Philox {
+                p,
+                seed: rng.next(),
+                offset: rng.next(),
+            }),
+            1 => Some(Dropout::Mask { p }),
+            _ => None,
+        };
+        let keep = matches!(dropout, Some(Dropout::Mask { .. })).then(|| {
+            let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+            let shape = full.map(|size| if rng.below(3) == 0 { 1 } else { size });
+            let bits = (0..shape.iter().product()).map(|_| rng.below(3) as u8);
+            (bits.collect(), shape)
+        });
+        let rows: usize = dims.lse_shape().iter().product();
+        let mut setting = Setting {
+            options: data.options.clone().dropout(dropout),
+            data,
+            keep,
+            dout: (0..rows * dims.head_dim_v)
+                .map(|_| T::from_f64(rng.normal()))
+                .collect(),
+            dlse: (rng.below(2) == 0).then(|| (0..rows).map(|_| rng.normal() as f32).collect()),
+            out: Vec::new(),
+            lse: Vec::new(),
+            out_shape: dims.out_shape(),
+        };
+        let backend = CpuBackend::new().unwrap();
+        let (problem, inputs) = (setting.problem(), setting.inputs());
+        (setting.out, setting.lse) = common::run(&backend, &problem, &inputs, Algorithm::Fa2);
+        setting
+    }
+
+    fn inputs(&self) -> Inputs<'_, T> {
+        let keep = self.keep.as_ref();
+        self.data
+            .inputs()
+            .keep_mask(keep.map(|(keep, shape)| TensorView::bhsd(keep, *shape).unwrap()))
+    }
+
+    fn problem(&self) -> Problem {
+        Problem::new(&self.inputs(), &self.options).unwrap()
+    }
+
+    fn backward(&self) -> BackwardInputs<'_, T> {
+        let [b, h, s, _] = self.out_shape;
+        let row = |values| TensorView::bhsd(values, [b, h, s, 1]).unwrap();
+        BackwardInputs::new(
+            self.inputs(),
+            TensorView::bhsd(&self.out, self.out_shape).unwrap(),
+            row(&self.lse),
+            TensorView::bhsd(&self.dout, self.out_shape).unwrap(),
+        )
+        .dlse(self.dlse.as_deref().map(row))
+    }
+}
+
+/// Runs into memory that held NaN before.
+fn run<T: CpuElement>(
+    backend: &CpuBackend,
+    options: &Options,
+    inputs: &BackwardInputs<'_, T>,
+    algorithm: Algorithm,
+) -> Gradients<T> {
+    let problem = inputs.problem(options).unwrap();
+    let mut gradients = Gradients::filled(&problem, &inputs.inputs, f64::NAN).unwrap();
+    backend
+        .backward_into(&problem, inputs, algorithm, gradients.views_mut().unwrap())
+        .unwrap();
+    gradients
+}
+
+fn bits<T: CpuElement>(gradients: &Gradients<T>) -> Vec<u64> {
+    let tensors = [&gradients.dq, &gradients.dk, &gradients.dv];
+    let values = tensors.into_iter().chain(&gradients.dbias).flatten();
+    let sinks = gradients.dsinks.iter().flatten();
+    values
+        .map(|x| x.to_f64().to_bits())
+        .chain(sinks.map(|x| u64::from(x.to_bits())))
+        .collect()
+}
+
+fn check<T: CpuElement>(setup: &Setup) -> Result<(), TestCaseError> {
+    let setting = Setting::<T>::new(setup);
+    let (problem, inputs) = (setting.problem(), setting.backward());
+    let judge = GradientJudge::new(&problem, &inputs);
+    // Dropout in the forward pass: `definition` has none.
+    let forward = Judge::new(&problem, &inputs.inputs, &RowSample::all(&problem));
+    for backend in backends() {
+        for algorithm in Algorithm::ALL {
+            let mut gradients = run(&backend, &setting.options, &inputs, algorithm);
+            for comparison in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+                prop_assert!(
+                    comparison.pass,
+                    "{} {algorithm} {}: {comparison:?}",
+                    backend.isa(),
+                    setup.dtype
+                );
+            }
+            let (out, lse) = common::run(&backend, &problem, &inputs.inputs, algorithm);
+            let out = TensorView::bhsd(&out, setting.out_shape).unwrap();
+            let lse = TensorView::bhsd(&lse, inputs.lse.shape()).unwrap();
+            let comparison = forward.compare(&out, Some(&lse)).unwrap();
+            prop_assert!(
+                comparison.pass,
+                "{} {algorithm}: {comparison:?}",
+                backend.isa()
+            );
+        }
+        // Law 6: bits follow from the inputs alone.
+        let whole = run(&backend, &setting.options, &inputs, Algorithm::Fa2);
+        for threads in 1..=3 {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            let again = pool.install(|| run(&backend, &setting.options, &inputs, Algorithm::Fa2));
+            prop_assert_eq!(bits(&again), bits(&whole), "{} threads", threads);
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn every_kernel_equals_the_definition(setup in common::setup()) {
+        match setup.dtype {
+            DType::F64 => check::<f64>(&setup)?,
+            DType::F32 => check::<f32>(&setup)?,
+            DType::F16 => check::<f16>(&setup)?,
+            _ => check::<bf16>(&setup)?,
+        }
+    }
+}
+
+fn plain(seed: u64) -> Setup {
+    Setup {
+        seed,
+        dtype: DType::F32,
+        batch: 2,
+        kv_heads: 2,
+        group: 2,
+        seqlen_q: 150,
+        seqlen_k: 420,
+        head_dim: 24,
+        head_dim_v: 40,
+        options: Options::new().causal(true),
+        alibi: false,
+        sinks: false,
+        bias: None,
+        mask: None,
+        lengths: LengthsKind::All,
+        plain_strides: true,
+        magnitude: 1.0,
+    }
+}
+
+/// A batch entry alone has the bits that it has in the batch.
+#[test]
+fn a_batch_entry_has_its_own_bits() {
+    let mut setting = Setting::<f32>::new(&plain(3));
+    (setting.options, setting.keep) = (Options::new().causal(true), None);
+    let inputs = setting.backward();
+    for backend in backends() {
+        let whole = run(&backend, &setting.options, &inputs, Algorithm::Fa2);
+        for b in 0..2 {
+            let mut alone = inputs;
+            alone.inputs.q = alone.inputs.q.narrow(0, b..b + 1);
+            alone.inputs.k = alone.inputs.k.narrow(0, b..b + 1);
+            alone.inputs.v = alone.inputs.v.narrow(0, b..b + 1);
+            alone.out = alone.out.narrow(0, b..b + 1);
+            alone.lse = alone.lse.narrow(0, b..b + 1);
+            alone.dout = alone.dout.narrow(0, b..b + 1);
+            alone.dlse = alone.dlse.map(|dlse| dlse.narrow(0, b..b + 1));
+            let one = run(&backend, &setting.options, &alone, Algorithm::Fa2);
+            let part = |values: &[f32]| {
+                let half = values.len() / 2;
+                values[b * half..(b + 1) * half].to_vec()
+            };
+            assert_eq!(one.dq, part(&whole.dq));
+            assert_eq!(one.dk, part(&whole.dk));
+            assert_eq!(one.dv, part(&whole.dv));
+        }
+    }
+}
+
+/// The mask that Philox stands for is the same on every instruction set, and given as a mask it
+/// changes no bit.
+#[test]
+fn dropout_is_the_same_mask_everywhere() {
+    let mut setting = Setting::<f32>::new(&plain(5));
+    setting.keep = None;
+    setting.options = Options::new().dropout(Dropout::Philox {
+        p: 0.3,
+        seed: 9,
+        offset: 1 << 33,
+    });
+    let dims = *setting.problem().dims();
+    let keep = keep_mask(&setting.problem(), &setting.inputs())
+        .unwrap()
+        .unwrap();
+    let philox: Vec<_> = backends()
+        .iter()
+        .map(|backend| {
+            run(
+                backend,
+                &setting.options,
+                &setting.backward(),
+                Algorithm::Fa2,
+            )
+        })
+        .collect();
+    setting.keep = Some((
+        keep,
+        [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k],
+    ));
+    setting.options = Options::new().dropout(Dropout::Mask { p: 0.3 });
+    for (backend, philox) in backends().iter().zip(philox) {
+        let masked = run(
+            backend,
+            &setting.options,
+            &setting.backward(),
+            Algorithm::Fa2,
+        );
+        assert_eq!(bits(&masked), bits(&philox), "{}", backend.isa());
+    }
+}
+
+/// NaN and infinity in what a mask hides change nothing, wherever they stand.
+#[test]
+fn what_is_hidden_never_leaks() {
+    let mut setup = plain(7);
+    setup.options = Options::new().window_left(60).window_right(60);
+    let mut setting = Setting::<f32>::new(&setup);
+    (setting.options, setting.keep) = (setup.options.clone(), None);
+    let backend = CpuBackend::new().unwrap();
+    let (problem, inputs) = (setting.problem(), setting.inputs());
+    (setting.out, setting.lse) = common::run(&backend, &problem, &inputs, Algorithm::Fa2);
+    let clean: Vec<_> = backends()
+        .iter()
+        .map(|backend| {
+            run(
+                backend,
+                &setting.options,
+                &setting.backward(),
+                Algorithm::Fa2,
+            )
+        })
+        .collect();
+    // Row 100 of q and dO, which stands at key 370; key 5 of k, key 400 of v.
+    for head in 0..8 {
+        let (row, k, v) = (
+            (head * 150 + 100),
+            (head / 2 * 420 + 5),
+            (head / 2 * 420 + 400),
+        );
+        let q = &mut setting.data.q;
+        q.data[q.offset + row * 24] = f32::NAN;
+        setting.dout[row * 40 + 7] = f32::INFINITY;
+        setting.lse[row] = f32::NAN;
+        let k_tensor = &mut setting.data.k;
+        k_tensor.data[k_tensor.offset + k * 24 + 3] = f32::INFINITY;
+        let v_tensor = &mut setting.data.v;
+        v_tensor.data[v_tensor.offset + v * 40 + 9] = f32::NAN;
+    }
+    for (backend, clean) in backends().iter().zip(clean) {
+        let dirty = run(
+            backend,
+            &setting.options,
+            &setting.backward(),
+            Algorithm::Fa2,
+        );
+        for head in 0..8 {
+            for row in 0..150 {
+                // Queries stand at row + 270 and see 60 keys to either side.
+                let sees = |key: usize| (row + 210..=row + 330).contains(&key);
+                let at = (head * 150 + row) * 24;
+                let same = dirty.dq[at..at + 24] == clean.dq[at..at + 24];
+                let touched = row == 100 || sees(5) || sees(400);
+                assert_eq!(same, !touched, "{} dq {row}", backend.isa());
+            }
+        }
+        for head in 0..4 {
+            for key in 0..420 {
+                let reached = |row: usize| (row + 210..=row + 330).contains(&key);
+                let at = (head * 420 + key) * 40;
+                let same = dirty.dv[at..at + 40] == clean.dv[at..at + 40];
+                assert_eq!(same, !reached(100), "{} dv {key}", backend.isa());
+            }
+        }
+    }
+}
