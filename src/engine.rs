@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
-    Algorithm, Backend, Element, Error, ForwardReport, Inputs, Options, Problem, Result,
-    RunningState, TensorViewMut,
+    Algorithm, Backend, BackwardInputs, BackwardReport, Element, Error, ForwardReport, Gradients,
+    GradientsMut, Inputs, Options, Problem, Result, RunningState, TensorViewMut,
 };
 
 use crate::backends::{known, open};
@@ -44,6 +44,17 @@ pub struct ForwardInfo {
     pub report: ForwardReport,
     /// Backends that would have been preferred, with the reason why each did not run. Always empty
     /// for a backend asked for by name.
+    pub passed_over: Vec<(BackendKind, String)>,
+}
+
+/// Which backend and schedule made gradients.
+#[derive(Clone, Debug)]
+pub struct BackwardInfo {
+    /// The backend.
+    pub backend: BackendKind,
+    /// Schedule and instruction set.
+    pub report: BackwardReport,
+    /// As [`ForwardInfo::passed_over`].
     pub passed_over: Vec<(BackendKind, String)>,
 }
 
@@ -135,10 +146,19 @@ impl Engine {
         problem: &Problem,
         algorithm: Algorithm,
     ) -> Result<(BackendKind, &Arc<dyn Backend>, Vec<(BackendKind, String)>)> {
+        self.choose_by(|backend| backend.supports(problem, algorithm))
+    }
+
+    /// The first backend that supports what is asked, and those passed over.
+    #[allow(clippy::type_complexity)]
+    fn choose_by(
+        &self,
+        supports: impl Fn(&dyn Backend) -> Result<()>,
+    ) -> Result<(BackendKind, &Arc<dyn Backend>, Vec<(BackendKind, String)>)> {
         let mut passed_over = self.missing.clone();
         let mut last = None;
         for (kind, backend) in &self.candidates {
-            match backend.supports(problem, algorithm) {
+            match supports(backend.as_ref()) {
                 Ok(()) => return Ok((*kind, backend, passed_over)),
                 Err(error) => {
                     if self.candidates.len() > 1 {
@@ -222,6 +242,72 @@ impl Engine {
         let (kind, backend, passed_over) = self.choose(problem, algorithm)?;
         let report = backend.forward(problem, &T::erase_inputs(*inputs), algorithm, out, lse)?;
         Ok(ForwardInfo {
+            backend: kind,
+            report,
+            passed_over,
+        })
+    }
+
+    /// The gradients of a loss from those that arrive at out and lse: what [`BackwardInputs`] holds
+    /// and [`tilewise_core::backward`] defines.
+    ///
+    /// ```
+    /// use tilewise::{BackwardInputs, Engine, Inputs, Options, TensorView};
+    ///
+    /// let (q, k, v) = ([0.5f32; 8], [0.25f32; 12], [1.0f32; 12]);
+    /// let inputs = Inputs::new(
+    ///     TensorView::bhsd(&q, [1, 1, 2, 4])?,
+    ///     TensorView::bhsd(&k, [1, 1, 3, 4])?,
+    ///     TensorView::bhsd(&v, [1, 1, 3, 4])?,
+    /// );
+    /// # if Engine::named("cpu").is_err() { return Ok(()); }
+    /// let engine = Engine::named("cpu")?;
+    /// let options = Options::new().causal(true);
+    /// let forward = engine.forward(&inputs, &options)?;
+    /// let dout = [1.0f32; 8];
+    /// let out = TensorView::bhsd(&forward.out, [1, 1, 2, 4])?;
+    /// let lse = TensorView::bhsd(&forward.lse, [1, 1, 2, 1])?;
+    /// let dout = TensorView::bhsd(&dout, [1, 1, 2, 4])?;
+    /// let gradients = engine.backward(&BackwardInputs::new(inputs, out, lse, dout), &options)?;
+    /// assert_eq!(gradients.dk.len(), 12);
+    /// // Every value has the weights of the rows that see it.
+    /// assert!((gradients.dv.iter().sum::<f32>() - 8.0).abs() < 1e-5);
+    /// # Ok::<(), tilewise::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Everything [`BackwardInputs::problem`] finds; [`Error::Unsupported`] if no backend of this engine
+    /// has the gradients of the problem; [`Error::OutOfMemory`] and [`Error::Backend`] from the backend.
+    pub fn backward<T: Element>(
+        &self,
+        inputs: &BackwardInputs<'_, T>,
+        options: &Options,
+    ) -> Result<Gradients<T>> {
+        let problem = inputs.problem(options)?;
+        let mut gradients = Gradients::filled(&problem, &inputs.inputs, 0.0)?;
+        self.backward_into(Algorithm::Auto, inputs, options, gradients.views_mut()?)?;
+        Ok(gradients)
+    }
+
+    /// [`Engine::backward`] by a given schedule into the caller's memory. Every element is written.
+    ///
+    /// # Errors
+    /// As [`Engine::backward`], and [`Error::Shape`] for gradients that do not fit.
+    pub fn backward_into<T: Element>(
+        &self,
+        algorithm: Algorithm,
+        inputs: &BackwardInputs<'_, T>,
+        options: &Options,
+        gradients: GradientsMut<'_, T>,
+    ) -> Result<BackwardInfo> {
+        let problem = inputs.problem(options)?;
+        gradients.check(&problem, &inputs.inputs)?;
+        let (kind, backend, passed_over) =
+            self.choose_by(|backend| backend.supports_backward(&problem, algorithm))?;
+        let inputs = T::erase_backward(*inputs);
+        let gradients = T::erase_gradients(gradients);
+        let report = backend.backward(&problem, &inputs, algorithm, gradients)?;
+        Ok(BackwardInfo {
             backend: kind,
             report,
             passed_over,

@@ -49,16 +49,17 @@ mod engine;
 mod kind;
 
 pub use backends::{BackendStatus, backends, open};
-pub use engine::{Attention, Engine, ForwardInfo};
+pub use engine::{Attention, BackwardInfo, Engine, ForwardInfo};
 pub use kind::BackendKind;
 
 pub use tilewise_core as core;
 pub use tilewise_core::{
     Algorithm, Alignment, AnyInputs, AnyKeyBlock, AnyTensor, AnyTensorMut, Backend, BackendInfo,
-    BlockTable, Comparison, DType, Dims, Dropout, Element, Error, ErrorClass, Finished,
-    ForwardReport, HostState, Inputs, Judge, JudgedRow, KeyBlock, Lengths, OnlineSoftmax, Options,
+    BackwardInputs, BackwardReport, BlockTable, Comparison, DType, Dims, Dropout, Element, Error,
+    ErrorClass, Finished, ForwardReport, GradientComparison, GradientJudge, Gradients,
+    GradientsMut, HostState, Inputs, Judge, JudgedRow, KeyBlock, Lengths, OnlineSoftmax, Options,
     Part, Problem, Result, RowSample, RunningState, Sequence, TensorView, TensorViewMut, Tolerance,
-    alibi_slopes, half, judge_row, merge_outputs, merge_parts,
+    alibi_slopes, half, judge_head, judge_row, keep_mask, merge_outputs, merge_parts,
 };
 
 #[cfg(feature = "cpu")]

@@ -2,6 +2,7 @@
 
 mod engine;
 mod errors;
+mod gradients;
 mod laws;
 mod properties;
 mod support;

@@ -1,0 +1,103 @@
+//! Gradients through the facade: every backend of this machine, and what it does not have.
+
+use proptest::prelude::*;
+use tilewise::{
+    Algorithm, BackendKind, BackwardInputs, DType, Element, Engine, Error, GradientJudge,
+    Gradients, Options, TensorView,
+};
+
+use crate::support::{Case, case, cases, engines};
+
+/// Training by these gradients: the example, as it stands.
+#[allow(dead_code)] // its main
+#[path = "../examples/05_train.rs"]
+mod train;
+
+#[test]
+fn a_model_learns_with_these_gradients() {
+    let engine = Engine::named("cpu").unwrap();
+    let (first, last) = train::train(&engine, 400).unwrap();
+    // Guessing among 8 answers costs ln 8 = 2.08.
+    assert!((1.7..2.6).contains(&first), "{first}");
+    assert!(last < 0.1, "{last}");
+}
+
+fn equal_the_definition<T: Element>(case: &Case) -> Result<(), TestCaseError> {
+    let data = case.data::<T>();
+    let inputs = data.inputs();
+    for (name, engine) in engines() {
+        let Ok(forward) = engine.forward(&inputs, &case.options) else {
+            continue;
+        };
+        let shape = case.dims.out_shape();
+        let [b, h, s, _] = shape;
+        let mut n = case.seed;
+        let dout: Vec<T> = (0..forward.out.len())
+            .map(|_| {
+                n = n
+                    .wrapping_mul(6364136223846793005)
+                    .wrapping_add(1442695040888963407);
+                T::from_f64((n >> 40) as f64 / (1u64 << 23) as f64 - 1.0)
+            })
+            .collect();
+        let backward = BackwardInputs::new(
+            inputs,
+            TensorView::bhsd(&forward.out, shape).unwrap(),
+            TensorView::bhsd(&forward.lse, [b, h, s, 1]).unwrap(),
+            TensorView::bhsd(&dout, shape).unwrap(),
+        );
+        let problem = backward.problem(&case.options).unwrap();
+        let judge = GradientJudge::new(&problem, &backward);
+        for algorithm in Algorithm::ALL {
+            let mut gradients = Gradients::filled(&problem, &inputs, f64::NAN).unwrap();
+            let views = gradients.views_mut().unwrap();
+            match engine.backward_into(algorithm, &backward, &case.options, views) {
+                Ok(_) => {}
+                // What a backend does not have it must refuse, before it writes anything.
+                Err(Error::Unsupported { .. }) if engine.kind() != BackendKind::Cpu => continue,
+                Err(error) => prop_assert!(false, "{name}: {error}"),
+            }
+            for comparison in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+                prop_assert!(comparison.pass, "{name} {algorithm}: {comparison:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(cases(24))]
+
+    #[test]
+    fn f32_gradients_equal_the_definition(case in case(DType::F32)) {
+        equal_the_definition::<f32>(&case)?;
+    }
+
+    #[test]
+    fn bf16_gradients_equal_the_definition(case in case(DType::BF16)) {
+        equal_the_definition::<tilewise::half::bf16>(&case)?;
+    }
+}
+
+#[test]
+fn gradients_that_do_not_fit_are_refused() {
+    let engine = Engine::named("cpu").unwrap();
+    let data = [0f32; 8];
+    let view = TensorView::bhsd(&data, [1, 1, 2, 4]).unwrap();
+    let lse = TensorView::bhsd(&data, [1, 1, 2, 1]).unwrap();
+    let inputs = tilewise::Inputs::new(view, view, view);
+    let short = view.narrow(2, 0..1);
+    let wrong = BackwardInputs::new(inputs, view, lse, short);
+    let error = engine.backward(&wrong, &Options::new()).unwrap_err();
+    assert!(error.to_string().starts_with("dout"), "{error}");
+    let right = BackwardInputs::new(inputs, view, lse, view);
+    let problem = right.problem(&Options::new()).unwrap();
+    let mut gradients = Gradients::filled(&problem, &inputs, 0.0).unwrap();
+    let mut views = gradients.views_mut().unwrap();
+    let mut sinks = [0f32];
+    views.dsinks = Some(&mut sinks);
+    let error = engine
+        .backward_into(Algorithm::Auto, &right, &Options::new(), views)
+        .unwrap_err();
+    assert!(error.to_string().starts_with("dsinks"), "{error}");
+}
