@@ -47,7 +47,7 @@ pub(crate) enum Layout {
 }
 
 /// Every tensor a file may bring.
-pub(crate) const TENSORS: [&str; 15] = [
+pub(crate) const TENSORS: [&str; 18] = [
     "q",
     "k",
     "v",
@@ -63,6 +63,9 @@ pub(crate) const TENSORS: [&str; 15] = [
     "block_table",
     "o",
     "lse",
+    "keep_mask",
+    "do",
+    "dlse",
 ];
 
 fn parse_tensor(text: &str) -> Result<String, String> {

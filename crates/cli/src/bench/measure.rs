@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use tilewise::cpu::Isa;
-use tilewise::{Backend, BackendKind, Element, Inputs, Problem, TensorView};
+use tilewise::{
+    Backend, BackendKind, BackwardInputs, Element, Gradients, Inputs, Problem, TensorView,
+};
 
 use super::BenchArgs;
 use super::ceilings::Ceilings;
@@ -48,9 +50,9 @@ pub(super) fn shape<T: Element>(
         };
         if refusal.is_some() {
             rows[at].reason = refusal;
-        } else if let BackendKind::Cuda { ordinal } = lane.kind {
+        } else if let (false, BackendKind::Cuda { ordinal }) = (args.backward, lane.kind) {
             match devices.time(ordinal, &problem, lane.algorithm, args.repeat) {
-                Ok(samples) => rows[at].measured(&problem, &samples),
+                Ok(samples) => rows[at].measured(&problem, &samples, false),
                 Err(reason) => rows[at].reason = Some(reason),
             }
         } else {
@@ -73,7 +75,13 @@ fn refusal(
     if let Err(error) = backend.supports(problem, lane.algorithm) {
         return Some(error.to_string());
     }
-    let workspace = backend.workspace_bytes(problem, lane.algorithm);
+    let mut workspace = backend.workspace_bytes(problem, lane.algorithm);
+    if args.backward {
+        if let Err(error) = backend.supports_backward(problem, lane.algorithm) {
+            return Some(error.to_string());
+        }
+        workspace = workspace.max(backend.backward_workspace_bytes(problem, lane.algorithm));
+    }
     (workspace > args.memory_limit).then(|| ui::over_limit(workspace, args.memory_limit))
 }
 
@@ -102,14 +110,26 @@ fn on_host<T: Element>(
         TensorView::bhsd(&v, v_shape)?,
     );
     let mut outputs = Outputs::<T>::new(problem)?;
+    let mut backward = match args.backward {
+        true => Some(Backward {
+            dout: tensor("do", problem.dims().out_shape())?,
+            gradients: Gradients::filled(problem, &inputs, 0.0)?,
+        }),
+        false => None,
+    };
 
     let mut timed = Vec::new();
     for &(row, lane) in lanes {
         let Ok(backend) = &lane.backend else { continue };
         let backend = backend.as_ref();
         // Two calls that do not count: the second found caches, threads and memory ready.
-        let mut warm = || time(backend, problem, &inputs, lane, &mut outputs, pool);
-        match warm().and_then(|_| warm()) {
+        let forward = match args.backward {
+            // A backward call needs the results of a forward call by the same lane.
+            true => forward_once(backend, problem, &inputs, lane, &mut outputs, pool),
+            false => Ok(()),
+        };
+        let mut warm = || time(backend, problem, &inputs, lane, &mut outputs, &mut backward, pool);
+        match forward.and_then(|()| warm()).and_then(|_| warm()) {
             Ok((time, isa)) => {
                 rows[row].isa = Some(isa);
                 timed.push(Timed {
@@ -137,6 +157,7 @@ fn on_host<T: Element>(
                 &inputs,
                 lane.lane,
                 &mut outputs,
+                &mut backward,
                 pool,
             );
             lane.left -= 1;
@@ -153,7 +174,7 @@ fn on_host<T: Element>(
     for lane in timed {
         let row = &mut rows[lane.row];
         if row.reason.is_none() {
-            row.measured(problem, &lane.samples);
+            row.measured(problem, &lane.samples, args.backward);
             let of_its_isa = |c: &&Ceilings| Some(c.isa().name()) == row.isa.as_deref();
             if let Some(ceiling) = ceilings.iter().find(of_its_isa) {
                 row.related(problem, ceiling.ceiling());
@@ -174,14 +195,43 @@ fn ceilings(args: &BenchArgs, problem: &Problem, rows: &[Row], threads: usize) -
         .collect()
 }
 
-fn time<T: Element>(
+/// What a backward call needs besides.
+struct Backward<T> {
+    dout: Vec<T>,
+    gradients: Gradients<T>,
+}
+
+fn forward_once<T: Element>(
     backend: &dyn Backend,
     problem: &Problem,
     inputs: &Inputs<'_, T>,
     lane: &Lane,
     outputs: &mut Outputs<T>,
     pool: &rayon::ThreadPool,
+) -> tilewise::Result<()> {
+    time(backend, problem, inputs, lane, outputs, &mut None, pool).map(drop)
+}
+
+fn time<T: Element>(
+    backend: &dyn Backend,
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    lane: &Lane,
+    outputs: &mut Outputs<T>,
+    backward: &mut Option<Backward<T>>,
+    pool: &rayon::ThreadPool,
 ) -> tilewise::Result<(Duration, String)> {
+    if let Some(backward) = backward {
+        let (out, lse) = (outputs.out_view()?, outputs.lse_view()?);
+        let dout = TensorView::bhsd(&backward.dout, problem.dims().out_shape())?;
+        let given = T::erase_backward(BackwardInputs::new(*inputs, out, lse, dout));
+        let gradients = T::erase_gradients(backward.gradients.views_mut()?);
+        return pool.install(|| {
+            let start = Instant::now();
+            let report = backend.backward(problem, &given, lane.algorithm, gradients)?;
+            Ok((start.elapsed(), report.isa))
+        });
+    }
     let (out, lse) = outputs.views_mut()?;
     pool.install(|| {
         let start = Instant::now();

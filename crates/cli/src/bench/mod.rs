@@ -76,6 +76,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, help_heading = "Measurement")]
     ceilings: bool,
 
+    /// Time the backward pass: 2·(3·d + 2·dv) operations for each live pair
+    #[arg(long, help_heading = "Measurement")]
+    backward: bool,
+
     /// Seed of the inputs
     #[arg(long, default_value_t = 0, help_heading = "Measurement")]
     seed: u64,

@@ -12,6 +12,7 @@ use tilewise::{
 };
 
 use super::case::{Case, class_name};
+use super::gradients;
 use super::lanes::{OpenLane, on_each};
 use super::memory::Unplaced;
 use super::report::Run;
@@ -74,8 +75,17 @@ fn typed<T: Element + Plain>(
         o: expected(path, case, container, "o")?,
         lse: expected(path, case, container, "lse")?,
     };
+    let mut gradients = Vec::new();
+    for name in ["dq", "dk", "dv", "dbias", "dsinks"] {
+        if case.wants_gradients() && container.contains(name) {
+            gradients.push(self::expected(path, case, container, name)?);
+        }
+    }
+    if case.wants_gradients() && gradients.is_empty() {
+        bail!("{}: the case has no expected gradients", path.display());
+    }
     Ok(on_each(lanes, |lane| match &tensors {
-        Ok(tensors) => one_lane(lane, case, tensors, &expected),
+        Ok(tensors) => one_lane(lane, case, tensors, &expected, &gradients),
         Err(error) => Verdict::of_error(error),
     }))
 }
@@ -358,13 +368,20 @@ fn one_lane<T: Element + Plain>(
     case: &Case,
     tensors: &Tensors<T>,
     expected: &Outcome,
+    gradients: &[Expected],
 ) -> Verdict {
-    match directed(lane, case, tensors, expected) {
-        Err(verdict) => verdict,
-        Ok(()) if case.wants_gradients() => {
-            Verdict::Refused("o and lse are right; gradients are not supported".into())
-        }
+    if let Err(verdict) = directed(lane, case, tensors, expected) {
+        return verdict;
+    }
+    if gradients.is_empty() {
+        return Verdict::Passed;
+    }
+    match gradients::check(lane, case, tensors, gradients) {
         Ok(()) => Verdict::Passed,
+        Err(Verdict::Refused(reason)) => {
+            Verdict::Refused(format!("o and lse are right; gradients: {reason}"))
+        }
+        Err(verdict) => verdict,
     }
 }
 

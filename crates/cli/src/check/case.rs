@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde_json::Value;
-use tilewise::{Alignment, ErrorClass, Options};
+use tilewise::{Alignment, Dropout, ErrorClass, Options};
 
 /// `__metadata__["case"]`, or a whole file of `spec/`.
 #[derive(Clone, Debug, Deserialize)]
@@ -140,9 +140,9 @@ pub(super) struct Expect {
     pub(super) error: String,
 }
 
-/// Features that cases may require and that are claimed. `grad` and `dlse` are not: their forward
-/// part is checked all the same.
-const CLAIMED: [&str; 19] = [
+/// Features that cases may require and that are claimed. A backend without gradients refuses a case
+/// that wants them, after its forward part has been checked.
+const CLAIMED: [&str; 22] = [
     "f64",
     "f32",
     "f16",
@@ -162,6 +162,9 @@ const CLAIMED: [&str; 19] = [
     "top_left",
     "gqa",
     "dv",
+    "grad",
+    "dlse",
+    "dropout_mask",
 ];
 const GRADIENT: [&str; 2] = ["grad", "dlse"];
 
@@ -175,9 +178,6 @@ impl Case {
 
     /// Why the case cannot be run as it asks, if it cannot.
     pub(super) fn refusal(&self) -> Option<String> {
-        if self.options.dropout_p != 0.0 {
-            return Some("dropout is not supported".into());
-        }
         let unknown = |what, names: Vec<&String>| {
             names
                 .first()
@@ -187,9 +187,7 @@ impl Case {
             "feature",
             self.requires
                 .iter()
-                .filter(|name| {
-                    !CLAIMED.contains(&name.as_str()) && !GRADIENT.contains(&name.as_str())
-                })
+                .filter(|name| !CLAIMED.contains(&name.as_str()))
                 .collect(),
         )
         .or_else(|| {
@@ -219,6 +217,7 @@ impl CaseOptions {
             .window_right(usize::try_from(self.window_right).ok())
             .softmax_scale(self.softmax_scale)
             .softcap((self.softcap > 0.0).then_some(self.softcap))
+            .dropout((self.dropout_p != 0.0).then_some(Dropout::Mask { p: self.dropout_p }))
     }
 }
 

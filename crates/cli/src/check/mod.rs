@@ -9,9 +9,9 @@
 //! * tilewise claims that the bits of a row follow from that row's inputs alone, whatever the
 //!   thread count, the batch and the calls around it: bits are compared wherever a case says
 //!   "if claimed".
-//! * Cases with expected gradients run forward. A wrong o or lse fails them; if both are right
-//!   they still count as refused, because their gradients were not compared. Cases with dropout,
-//!   device cases, and anything in a case file that is not known here are refused with the reason.
+//! * Cases with expected gradients run forward, then backward from the backend's own o and lse. A
+//!   backend without gradients refuses them, unless its o or lse is wrong already. Device cases, and
+//!   anything in a case file that is not known here, are refused with the reason.
 //! * Every panic is caught and is a failure.
 //! * `merge` runs on finished outputs, and on the running states of every backend.
 //! * `budget` cases are measured only with `--budgets`.
@@ -20,6 +20,7 @@ mod attention;
 mod budget;
 mod case;
 mod files;
+mod gradients;
 mod lanes;
 mod large;
 mod memory;

@@ -13,6 +13,11 @@ pub(super) struct Tensors<T> {
     pub(super) v: Placed<T>,
     pub(super) bias: Option<Placed<T>>,
     pub(super) mask: Option<Placed<u8>>,
+    /// What dropout keeps.
+    pub(super) keep: Option<Placed<u8>>,
+    /// What arrives at o and lse.
+    pub(super) dout: Option<Placed<T>>,
+    pub(super) dlse: Option<(Vec<f32>, [usize; 4])>,
     pub(super) cu_seqlens: Option<(Vec<i32>, Vec<i32>)>,
     pub(super) seqused_k: Option<Vec<i32>>,
     /// Pages, and how many a sequence.
@@ -56,7 +61,30 @@ impl<T: Element + Plain> Tensors<T> {
             .transpose()?
             .map(|table| table_rows(&table))
             .transpose()?;
+        if case.options.dropout_p != 0.0 && !given("keep_mask") {
+            return Err(Unplaced::Refused("dropout without a keep_mask".into()));
+        }
+        let dlse = match container.optional("dlse")? {
+            None => None,
+            Some(tensor) => match *tensor.shape() {
+                [b, h, s] => Some((tensor.to_f32()?, [b, h, s, 1])),
+                ref other => {
+                    return Err(Unplaced::Wrong(tilewise::Error::shape(
+                        "dlse",
+                        "three axes",
+                        format!("{other:?}"),
+                    )));
+                }
+            },
+        };
+        let bytes =
+            |name: &'static str| Placed::<u8>::load(container, name, case.views.get(name));
         Ok(Tensors {
+            keep: (case.options.dropout_p != 0.0)
+                .then(|| bytes("keep_mask"))
+                .transpose()?,
+            dout: given("do").then(|| placed("do")).transpose()?,
+            dlse,
             q: placed("q")?,
             k: placed(k)?,
             v: placed(v)?,
@@ -90,6 +118,10 @@ impl<T: Element + Plain> Tensors<T> {
                     .map(|mask| mask.view("mask"))
                     .transpose()?,
             );
+        inputs.keep_mask = match &self.keep {
+            Some(keep) => Some(keep.view("keep_mask")?),
+            None => None,
+        };
         if let Some((q, k)) = &self.cu_seqlens {
             inputs = inputs.packed(q, k);
         }

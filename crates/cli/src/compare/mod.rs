@@ -1,5 +1,6 @@
 //! `tilewise compare`: every backend and algorithm against the naive definition, on files.
 
+mod backward;
 mod lane;
 mod report;
 mod table;
@@ -28,6 +29,9 @@ use report::{FileResult, ReferenceRows, Report};
 /// the stated bound: twice the error of the naive algorithm run in the inputs' dtype, one rounding
 /// of the output, and an accumulation term.
 ///
+/// With --backward, gradients are compared in the same way: each within three times the error of the
+/// naive backward pass in the inputs' dtype, one rounding, and an accumulation term.
+///
 /// Exit status: 0 if everything that ran agrees, 1 if something differs, 2 on an error.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CompareArgs {
@@ -53,6 +57,10 @@ pub(crate) struct CompareArgs {
     /// Rows of the output that are judged: a number, or all [default: as many as take seconds]
     #[arg(long, value_name = "N", value_parser = parse_rows, help_heading = "Measurement")]
     reference_rows: Option<RowCount>,
+
+    /// Compare gradients: of do in the file, or of a seeded one
+    #[arg(long, help_heading = "Problem")]
+    backward: bool,
 
     /// Print JSON instead of a table
     #[arg(long, help_heading = "Output")]
@@ -86,6 +94,16 @@ pub(crate) fn run(args: &CompareArgs) -> Result<Verdict> {
         bail!("no backend is available (tilewise devices says why)");
     }
     let loaded = input::load(&args.tensors, &args.problem)?;
+    if args.backward {
+        let verdict = match &loaded {
+            AnyLoaded::F64(loaded) => backward::compare(args, loaded, &lanes),
+            AnyLoaded::F32(loaded) => backward::compare(args, loaded, &lanes),
+            AnyLoaded::F16(loaded) => backward::compare(args, loaded, &lanes),
+            AnyLoaded::BF16(loaded) => backward::compare(args, loaded, &lanes),
+        }?;
+        available?;
+        return Ok(verdict);
+    }
     let report = match &loaded {
         AnyLoaded::F64(loaded) => compare(args, loaded, &lanes),
         AnyLoaded::F32(loaded) => compare(args, loaded, &lanes),

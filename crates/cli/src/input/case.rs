@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
-use tilewise::{Alignment, Options};
+use tilewise::{Alignment, Dropout, Options};
 
 /// The part of `__metadata__["case"]` that says what attention is asked for.
 #[derive(Debug, Deserialize)]
@@ -32,9 +32,6 @@ struct CaseOptions {
 /// The options of the case described by `text`.
 pub(super) fn options(text: &str) -> Result<Options> {
     let Case { options } = serde_json::from_str(text).context("header entry \"case\"")?;
-    if options.dropout_p != 0.0 {
-        bail!("the file asks for dropout, which is not supported");
-    }
     let bound = |bound: Option<i64>| bound.and_then(|bound| usize::try_from(bound).ok());
     let alignment = match options.causal_align.as_deref() {
         None | Some("bottom_right") => Alignment::BottomRight,
@@ -47,7 +44,10 @@ pub(super) fn options(text: &str) -> Result<Options> {
         .window_left(bound(options.window_left))
         .window_right(bound(options.window_right))
         .softcap(options.softcap.filter(|&cap| cap > 0.0))
-        .softmax_scale(options.softmax_scale))
+        .softmax_scale(options.softmax_scale)
+        .dropout((options.dropout_p != 0.0).then_some(Dropout::Mask {
+            p: options.dropout_p,
+        })))
 }
 
 #[cfg(test)]
@@ -65,7 +65,8 @@ mod tests {
                 .alignment(Alignment::TopLeft)
                 .window_right(3)
         );
-        assert!(options(r#"{"options": {"dropout_p": 0.5}}"#).is_err());
+        let dropped = options(r#"{"options": {"dropout_p": 0.5}}"#).unwrap();
+        assert_eq!(dropped.get_dropout(), Some(Dropout::Mask { p: 0.5 }));
         assert!(options("{").is_err());
     }
 }

@@ -48,6 +48,11 @@ pub(crate) struct Loaded<T> {
     v: Placed<T>,
     bias: Option<Placed<T>>,
     mask: Option<Placed<u8>>,
+    /// What dropout keeps, if the options ask for it.
+    keep: Option<Placed<u8>>,
+    /// `do` and `dlse`: gradients that arrive.
+    dout: Option<Placed<T>>,
+    dlse: Option<Placed<f32>>,
     cu_seqlens_q: Option<Vec<i32>>,
     cu_seqlens_k: Option<Vec<i32>>,
     seqused_k: Option<Vec<i32>>,
@@ -81,6 +86,16 @@ impl Expected {
 }
 
 impl<T: Element> Loaded<T> {
+    /// `do` of the files.
+    pub(crate) fn dout(&self) -> tilewise::Result<Option<TensorView<'_, T>>> {
+        self.dout.as_ref().map(|p| p.view("do")).transpose()
+    }
+
+    /// `dlse` of the files.
+    pub(crate) fn dlse(&self) -> tilewise::Result<Option<TensorView<'_, f32>>> {
+        self.dlse.as_ref().map(|p| p.view("dlse")).transpose()
+    }
+
     /// The tensors, as attention takes them.
     pub(crate) fn inputs(&self) -> tilewise::Result<Inputs<'_, T>> {
         Ok(Inputs {
@@ -89,7 +104,7 @@ impl<T: Element> Loaded<T> {
             v: self.v.view("v")?,
             bias: self.bias.as_ref().map(|p| p.view("bias")).transpose()?,
             mask: self.mask.as_ref().map(|p| p.view("mask")).transpose()?,
-            keep_mask: None,
+            keep_mask: self.keep.as_ref().map(|p| p.view("keep_mask")).transpose()?,
             lengths: Lengths {
                 cu_seqlens_q: self.cu_seqlens_q.as_deref(),
                 cu_seqlens_k: self.cu_seqlens_k.as_deref(),
@@ -189,6 +204,14 @@ fn load_as<T: Element + Plain>(
     }
     let options = problem.apply(options, q.shape[1]);
 
+    let keep = match options.get_dropout() {
+        Some(_) => mask("keep_mask", source)?,
+        None => None,
+    };
+    let dout = match source.optional("do")? {
+        Some(_) => Some(attention("do")?),
+        None => None,
+    };
     let integers = |name: &str| -> Result<Option<Vec<i32>>> {
         Ok(source.optional(name)?.map(|t| t.to_i32()).transpose()?)
     };
@@ -227,7 +250,10 @@ fn load_as<T: Element + Plain>(
         k,
         v,
         bias: bias(source, args.read.dtype.is_some())?,
-        mask: mask(source)?,
+        mask: mask("mask", source)?,
+        keep,
+        dout,
+        dlse: rows_of_lse(source, "dlse")?,
         cu_seqlens_q: integers("cu_seqlens_q")?,
         cu_seqlens_k: integers("cu_seqlens_k")?,
         seqused_k: integers("seqused_k")?,
@@ -286,17 +312,17 @@ fn bias<T: Element + Plain>(source: &Source<'_>, convert: bool) -> Result<Option
     }))
 }
 
-fn mask(source: &Source<'_>) -> Result<Option<Placed<u8>>> {
-    let Some(tensor) = source.optional("mask")? else {
+fn mask(name: &str, source: &Source<'_>) -> Result<Option<Placed<u8>>> {
+    let Some(tensor) = source.optional(name)? else {
         return Ok(None);
     };
     let (data, strides) = match tensor.kind() {
         Kind::Bool | Kind::U8 => (tensor.as_slice::<u8>()?.into_owned(), tensor.strides()),
         Kind::F64 | Kind::F32 | Kind::F16 | Kind::BF16 => {
             return Err(anyhow!(
-                "{}: mask: expected bools or integers (1 = visible), got {}; \
+                "{}: {name}: expected bools or integers (1 = visible), got {}; \
                  a mask that is added to scores is a bias (--name bias=NAME)",
-                source.file_of("mask"),
+                source.file_of(name),
                 tensor.kind()
             ));
         }
@@ -309,8 +335,8 @@ fn mask(source: &Source<'_>) -> Result<Option<Placed<u8>>> {
             row_major(tensor.shape()),
         ),
     };
-    let (shape, strides) = axes::broadcast("mask", tensor.shape(), &strides)
-        .with_context(|| source.file_of("mask"))?;
+    let (shape, strides) = axes::broadcast(name, tensor.shape(), &strides)
+        .with_context(|| source.file_of(name))?;
     Ok(Some(Placed {
         data,
         shape,
@@ -330,18 +356,21 @@ fn expected(layout: Layout, source: &Source<'_>) -> Result<Option<Expected>> {
         shape,
         strides,
     };
-    let lse = match source.optional("lse")? {
-        Some(lse) => {
-            let [b, h, s] = axes::lse(lse.shape()).with_context(|| source.file_of("lse"))?;
-            let shape = [b, h, s, 1];
-            let strides = row_major(&shape);
-            Some(Placed {
-                data: lse.to_f32()?,
-                shape,
-                strides: [strides[0], strides[1], strides[2], strides[3]],
-            })
-        }
-        None => None,
-    };
+    let lse = rows_of_lse(source, "lse")?;
     Ok(Some(Expected { o, lse }))
+}
+
+/// A tensor with a number a row: lse, or the gradient that arrives there.
+fn rows_of_lse(source: &Source<'_>, name: &str) -> Result<Option<Placed<f32>>> {
+    let Some(tensor) = source.optional(name)? else {
+        return Ok(None);
+    };
+    let [b, h, s] = axes::lse(tensor.shape()).with_context(|| source.file_of(name))?;
+    let shape = [b, h, s, 1];
+    let strides = row_major(&shape);
+    Ok(Some(Placed {
+        data: tensor.to_f32()?,
+        shape,
+        strides: [strides[0], strides[1], strides[2], strides[3]],
+    }))
 }
