@@ -128,7 +128,17 @@ fn on_host<T: Element>(
             true => forward_once(backend, problem, &inputs, lane, &mut outputs, pool),
             false => Ok(()),
         };
-        let mut warm = || time(backend, problem, &inputs, lane, &mut outputs, &mut backward, pool);
+        let mut warm = || {
+            time(
+                backend,
+                problem,
+                &inputs,
+                lane,
+                &mut outputs,
+                &mut backward,
+                pool,
+            )
+        };
         match forward.and_then(|()| warm()).and_then(|_| warm()) {
             Ok((time, isa)) => {
                 rows[row].isa = Some(isa);
@@ -177,7 +187,7 @@ fn on_host<T: Element>(
             row.measured(problem, &lane.samples, args.backward);
             let of_its_isa = |c: &&Ceilings| Some(c.isa().name()) == row.isa.as_deref();
             if let Some(ceiling) = ceilings.iter().find(of_its_isa) {
-                row.related(problem, ceiling.ceiling());
+                row.related(problem, ceiling.ceiling(), args.backward);
             }
         }
     }

@@ -106,22 +106,32 @@ impl Row {
         }
     }
 
-    pub(super) fn measured(&mut self, problem: &Problem, samples: &Samples) {
+    pub(super) fn measured(&mut self, problem: &Problem, samples: &Samples, backward: bool) {
+        let flops = match backward {
+            true => problem.backward_flops(),
+            false => problem.flops(),
+        };
         self.median_ms = samples.median();
         self.min_ms = samples.min();
         self.max_ms = samples.max();
         self.spread = samples.spread();
         self.samples_ms = samples.ms().to_vec();
-        self.gflops = self.median_ms.map(|ms| problem.flops() / ms / 1e6);
+        self.gflops = self.median_ms.map(|ms| flops / ms / 1e6);
         self.gbps = self.median_ms.map(|ms| super::kv_bytes(problem) / ms / 1e6);
     }
 
     /// Sets the figures in relation to what the machine could do at most.
-    pub(super) fn related(&mut self, problem: &Problem, ceiling: Option<Ceiling>) {
+    pub(super) fn related(&mut self, problem: &Problem, ceiling: Option<Ceiling>, backward: bool) {
         let (Some(ceiling), Some(ms)) = (ceiling, self.median_ms) else {
             return;
         };
-        let (share, bound) = ceiling.share(problem, ms);
+        let (mut share, mut bound) = ceiling.share(problem, ms);
+        if backward {
+            (share, bound) = (
+                problem.backward_flops() / ms / 1e6 / ceiling.fma_gflops,
+                "fma",
+            );
+        }
         self.fma_gflops = Some(ceiling.fma_gflops);
         self.read_gbps = Some(ceiling.read_gbps);
         self.ceiling_share = Some(share);

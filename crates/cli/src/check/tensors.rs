@@ -77,8 +77,7 @@ impl<T: Element + Plain> Tensors<T> {
                 }
             },
         };
-        let bytes =
-            |name: &'static str| Placed::<u8>::load(container, name, case.views.get(name));
+        let bytes = |name: &'static str| Placed::<u8>::load(container, name, case.views.get(name));
         Ok(Tensors {
             keep: (case.options.dropout_p != 0.0)
                 .then(|| bytes("keep_mask"))

@@ -10,8 +10,8 @@ use tilewise::core::schedule::{self, BlockSizes};
 use tilewise::core::with_typed;
 use tilewise::{
     Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
-    BackwardInputs, BackwardReport, Element, Error, ForwardReport,
-    Inputs, Problem, RunningState, TensorViewMut,
+    BackwardInputs, BackwardReport, Element, Error, ForwardReport, Inputs, Problem, RunningState,
+    TensorViewMut,
 };
 
 use super::lanes::OpenLane;
@@ -118,14 +118,7 @@ impl Schedules {
     ) -> tilewise::Result<BackwardReport> {
         let mut gradients = T::typed_gradients(gradients).unwrap();
         let (sizes, views) = (BlockSizes::new(4, 7)?, gradients.reborrow());
-        schedule::backward::backward(
-            algorithm,
-            problem,
-            inputs,
-            sizes,
-            &mut NoObserver,
-            views,
-        )?;
+        schedule::backward::backward(algorithm, problem, inputs, sizes, &mut NoObserver, views)?;
         if let Fault::GradientOff(by) = self.fault {
             let last = gradients.dv.row_mut(0, 0, 0).last_mut().unwrap();
             *last = T::from_f64(last.to_f64() + by);
@@ -244,11 +237,9 @@ fn the_schedules_of_core_pass_every_case() {
         let report = with_tensors(&entry.unwrap().path(), &lanes).unwrap();
         match report.verdict() {
             Verdict::Passed => passed += 1,
-            Verdict::Refused(reason) => assert!(
-                reason.contains("streaming"),
-                "{}: {reason}",
-                report.id
-            ),
+            Verdict::Refused(reason) => {
+                assert!(reason.contains("streaming"), "{}: {reason}", report.id)
+            }
             Verdict::Failed(reason) => failed.push(format!("{}: {reason}", report.id)),
         }
     }

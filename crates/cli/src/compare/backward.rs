@@ -18,9 +18,9 @@ use crate::environment::Environment;
 use crate::facts::ProblemFacts;
 use crate::input::Loaded;
 use crate::output::Outputs;
+use crate::random;
 use crate::stats::{self, Samples};
 use crate::ui::{self, Grid, Tone, plain, scientific, significant};
-use crate::random;
 
 /// Everything that was found. `schema` rises when a field changes its meaning or goes.
 #[derive(Debug, Serialize)]
@@ -229,7 +229,7 @@ fn run<T: Element>(
     pool: &rayon::ThreadPool,
     row: &mut Row,
 ) -> Result<()> {
-    let mut time = |call: &mut Call<'_, T>| -> Result<_> {
+    let time = |call: &mut Call<'_, T>| -> Result<_> {
         pool.install(|| {
             let views = call.gradients.views_mut()?;
             let start = Instant::now();
@@ -253,7 +253,9 @@ fn run<T: Element>(
     }
     row.median_ms = samples.median();
     row.samples_ms = samples.ms().to_vec();
-    row.gflops = row.median_ms.map(|ms| call.problem.backward_flops() / ms / 1e6);
+    row.gflops = row
+        .median_ms
+        .map(|ms| call.problem.backward_flops() / ms / 1e6);
     Ok(())
 }
 

@@ -104,7 +104,11 @@ impl<T: Element> Loaded<T> {
             v: self.v.view("v")?,
             bias: self.bias.as_ref().map(|p| p.view("bias")).transpose()?,
             mask: self.mask.as_ref().map(|p| p.view("mask")).transpose()?,
-            keep_mask: self.keep.as_ref().map(|p| p.view("keep_mask")).transpose()?,
+            keep_mask: self
+                .keep
+                .as_ref()
+                .map(|p| p.view("keep_mask"))
+                .transpose()?,
             lengths: Lengths {
                 cu_seqlens_q: self.cu_seqlens_q.as_deref(),
                 cu_seqlens_k: self.cu_seqlens_k.as_deref(),
@@ -335,8 +339,8 @@ fn mask(name: &str, source: &Source<'_>) -> Result<Option<Placed<u8>>> {
             row_major(tensor.shape()),
         ),
     };
-    let (shape, strides) = axes::broadcast(name, tensor.shape(), &strides)
-        .with_context(|| source.file_of(name))?;
+    let (shape, strides) =
+        axes::broadcast(name, tensor.shape(), &strides).with_context(|| source.file_of(name))?;
     Ok(Some(Placed {
         data,
         shape,

@@ -16,6 +16,7 @@ use tilewise_core::{Element, Float, Result};
 use crate::buffer::Buffer;
 use crate::call::{Call, KvHead};
 use crate::head::Head;
+use crate::kernel::dropout::drop_out;
 use crate::kernel::few::Unpacked;
 use crate::kernel::{Block, MAX_MR, Modifiers, max_key_tile, s_stride};
 use crate::packed::KeySource;
@@ -290,6 +291,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
             };
             self.scores(&rows, first, &block, q_stride);
             (kernels.tile.online)(&block);
+            self.drop_out(&rows, first, &block);
             let elements = rows.len() * shape.width;
             std::ptr::copy_nonoverlapping(at.acc, scratch.saved.at(), elements);
             self.each_run(first, &block, q_stride, |run, unpacked| {
@@ -309,6 +311,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
             block.l = unused.as_mut_ptr();
             self.scores(&rows, first, &block, q_stride);
             (kernels.tile.exponentiate)(&block);
+            self.drop_out(&rows, first, &block);
             self.each_run(first, &block, q_stride, |run, unpacked| {
                 Self::weighted_by_element(run, unpacked);
             });
@@ -383,6 +386,32 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                 (kernels.modify)(&part, &modifiers);
             }
             (kernels.tile.hide)(block);
+        }
+    }
+
+    /// Dropout of the block's weights, each head's by its own positions.
+    ///
+    /// # Safety
+    /// As [`Self::absorb`].
+    unsafe fn drop_out(&self, rows: &Range<usize>, first: usize, block: &Block<T::Acc>) {
+        for n in rows.start / self.seqlen_q..rows.end.div_ceil(self.seqlen_q) {
+            let Some(dropping) = self.head(n).modifiers.and_then(|m| m.dropout) else {
+                break;
+            };
+            let from = rows.start.max(n * self.seqlen_q);
+            let to = rows.end.min((n + 1) * self.seqlen_q);
+            let skipped = from - rows.start;
+            let mut live = [(0, 0); MAX_MR];
+            live[..to - from].copy_from_slice(&block.live[skipped..][..to - from]);
+            let part = Block {
+                rows: to - from,
+                // Inside the strip: a row of the block.
+                s: block.s.wrapping_add(skipped * s_stride::<T::Acc>()),
+                live,
+                ..*block
+            };
+            // SAFETY: the caller's promise.
+            unsafe { drop_out(&part, &dropping.moved(from - n * self.seqlen_q, first)) }
         }
     }
 
