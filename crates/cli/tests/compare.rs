@@ -511,3 +511,52 @@ fn a_reader_that_leaves_is_no_error() {
         String::from_utf8_lossy(&output.stderr)
     );
 }
+
+#[test]
+fn gradients_are_compared_one_by_one() {
+    let report = json(
+        &[
+            "compare",
+            "tests/conformance/attn/d-dbi-01.safetensors",
+            "--backward",
+            "--backends",
+            "cpu",
+            "--repeat",
+            "1",
+        ],
+        0,
+    );
+    assert_eq!(report["dout"], "do of the file");
+    let rows = report["results"].as_array().unwrap();
+    assert_eq!(rows.len(), 3);
+    for row in rows {
+        assert_eq!(row["status"], "ok", "{row}");
+        assert!(row["median_ms"].as_f64().unwrap() > 0.0);
+        let gradients = row["gradients"].as_array().unwrap();
+        let names: Vec<_> = gradients
+            .iter()
+            .map(|x| x["tensor"].as_str().unwrap())
+            .collect();
+        assert_eq!(names, ["dq", "dk", "dv", "dbias"]);
+        for gradient in gradients {
+            assert_eq!(gradient["pass"], true, "{gradient}");
+            assert!(gradient["max_abs_err"].as_f64().unwrap() < 1e-5);
+        }
+    }
+    // Without do in the file, a seeded one.
+    let text = stdout(
+        &[
+            "compare",
+            "tests/conformance/attn/d-dbi-01.safetensors",
+            "--backward",
+            "--ignore",
+            "do",
+            "--backends",
+            "cpu",
+            "--repeat",
+            "1",
+        ],
+        0,
+    );
+    assert!(text.contains("seed 0") && text.contains("dbias"), "{text}");
+}

@@ -218,3 +218,30 @@ fn the_peer_worker_speaks_the_harness_protocol() {
     let (_, expected) = read(&reference, "o");
     assert_eq!(std::fs::read(&out).unwrap(), le_bytes(&expected));
 }
+
+#[test]
+fn the_backward_pass_is_timed() {
+    let report = json(
+        &[
+            "bench",
+            "--backward",
+            "--shapes",
+            "1,2,1,33,40,8",
+            "--backends",
+            "cpu",
+            "--repeat",
+            "2",
+        ],
+        0,
+    );
+    for row in report["results"].as_array().unwrap() {
+        let ms = row["median_ms"].as_f64().unwrap();
+        // Five products over 2 heads of 33 × 40 pairs.
+        let flops = 2.0 * 5.0 * 8.0 * 2.0 * 33.0 * 40.0;
+        let expected = flops / ms / 1e6;
+        assert!(
+            (row["gflops"].as_f64().unwrap() / expected - 1.0).abs() < 1e-6,
+            "{row}"
+        );
+    }
+}
