@@ -54,12 +54,13 @@ pub use kind::BackendKind;
 
 pub use tilewise_core as core;
 pub use tilewise_core::{
-    Algorithm, Alignment, AnyInputs, AnyKeyBlock, AnyTensor, AnyTensorMut, Backend, BackendInfo,
-    BackwardInputs, BackwardReport, BlockTable, Comparison, DType, Dims, Dropout, Element, Error,
-    ErrorClass, Finished, ForwardReport, GradientComparison, GradientJudge, Gradients,
-    GradientsMut, HostState, Inputs, Judge, JudgedRow, KeyBlock, Lengths, OnlineSoftmax, Options,
-    Part, Problem, Result, RowSample, RunningState, Sequence, TensorView, TensorViewMut, Tolerance,
-    alibi_slopes, half, judge_head, judge_row, keep_mask, merge_outputs, merge_parts,
+    Algorithm, Alignment, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyKeyBlock, AnyTensor,
+    AnyTensorMut, Backend, BackendInfo, BackwardInputs, BackwardReport, BlockTable, Comparison,
+    DType, Dims, Dropout, Element, Error, ErrorClass, Finished, ForwardReport, GradientComparison,
+    GradientJudge, Gradients, GradientsMut, HostState, Inputs, Judge, JudgedRow, KeyBlock, Lengths,
+    OnlineSoftmax, Options, Part, Problem, Result, RowSample, RunningState, Sequence, TensorView,
+    TensorViewMut, Tolerance, alibi_slopes, half, judge_head, judge_row, keep_mask, merge_outputs,
+    merge_parts,
 };
 
 #[cfg(feature = "cpu")]
