@@ -102,6 +102,9 @@ impl Sizes {
     }
 }
 
+/// The smallest softmax_scale that may be a unit of the strip.
+const LEAST_UNIT: f64 = 1e-12;
+
 /// Rows of a tile, about.
 const ROWS: usize = 48;
 
@@ -145,7 +148,8 @@ impl<'a, T: CpuElement> Call<'a, T> {
             sizes: Sizes::new::<T>(backend, problem.dims()),
             problem,
             inputs,
-            scoring: Scoring::new(problem, false),
+            // L is kept in units of the strip: where these are tiny it would not fit.
+            scoring: Scoring::new(problem, problem.softmax_scale().abs() < LEAST_UNIT),
         }
     }
 }

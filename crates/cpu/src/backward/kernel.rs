@@ -16,7 +16,7 @@ use crate::simd::{avx2, avx512};
 
 /// What turns a strip of scores into weights and their gradients.
 pub(crate) struct Weights<A> {
-    /// L · log₂e of the block's rows in two parts, high and low.
+    /// L of the block's rows in units of the strip, in two parts, high and low.
     pub(super) l: *const A,
     pub(super) l_low: *const A,
     /// Δ of the block's rows.
@@ -99,7 +99,8 @@ unsafe fn slopes<V: Vector>(block: &Block<V::E>, weights: &Weights<V::E>) {
     }
 }
 
-/// P = 2^(c·S − L·log₂e) in place of S. −∞ gives 0.
+/// P = 2^(c·(S − L)) in place of S, with L in units of the strip: the difference of two large numbers
+/// that lie close is exact, and only then multiplied. −∞ gives 0.
 ///
 /// # Safety
 /// As [`slopes`]; L covers the block's rows.
@@ -113,11 +114,11 @@ unsafe fn weigh<V: Vector>(block: &Block<V::E>, weights: &Weights<V::E>) {
         let lowest = V::splat(V::E::min_value());
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
-            let high = zero.sub(V::splat(weights.l.add(row).read()));
+            let high = V::splat(weights.l.add(row).read());
             let low = V::splat(weights.l_low.add(row).read());
             for column in (from..end).step_by(V::LANES) {
                 let score = V::load(s.add(column));
-                let p = exp2_nonpositive(score.fma(c, high).sub(low));
+                let p = exp2_nonpositive(score.sub(high).sub(low).mul(c));
                 // A hidden key has no weight, also where L is no number.
                 V::select_lt(score, lowest, zero, p).store(s.add(column));
             }

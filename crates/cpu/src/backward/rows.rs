@@ -1,6 +1,5 @@
 //! A tile of query rows: what is made of it once, before keys pass by.
 
-use std::f64::consts::LOG2_E;
 use std::ops::Range;
 
 use tilewise_core::Element;
@@ -59,7 +58,7 @@ impl<A> RowTile<A> {
         self.part(self.room.dq)
     }
 
-    /// L · log₂e, its low part, and Δ.
+    /// L in units of the strip, its low part, and Δ.
     pub(super) fn statistics(&self) -> [*mut A; 3] {
         [self.room.l, self.room.l_low, self.room.delta].map(|offset| self.part(offset))
     }
@@ -72,12 +71,11 @@ impl<A> RowTile<A> {
     }
 }
 
-/// L · log₂e of a row in two parts. A row without a live key gets 0: all its weights are 0 then.
-fn split<A: Element<Acc = A>>(lse: f64) -> [A; 2] {
-    let l = if lse == f64::NEG_INFINITY {
-        0.0
-    } else {
-        lse * LOG2_E
+/// L of a row in two parts. A row without a live key gets 0: all its weights are 0 then.
+fn split<A: Element<Acc = A>>(lse: f64, unit: f64) -> [A; 2] {
+    let l = match lse == f64::NEG_INFINITY {
+        true => 0.0,
+        false => lse / unit,
     };
     let high = A::from_f64(l);
     [high, A::from_f64(l - high.to_f64())]
@@ -134,7 +132,8 @@ impl<T: Element> Call<'_, T> {
                     sum -= <T::Acc as Element>::from_f64(dlse.at(place).into());
                 }
                 delta.add(r).write(sum);
-                let [high, low] = split::<T::Acc>(self.inputs.lse.at(place).into());
+                let [high, low] =
+                    split::<T::Acc>(self.inputs.lse.at(place).into(), self.scoring.unit);
                 l.add(r).write(high);
                 l_low.add(r).write(low);
             }
@@ -147,7 +146,7 @@ impl<T: Element> Call<'_, T> {
             (0..rows.len())
                 .map(|r| {
                     let l = l.add(r).read().to_f64() + l_low.add(r).read().to_f64();
-                    let p = (f64::from(sink) * LOG2_E - l).exp2();
+                    let p = (f64::from(sink) - l * self.scoring.unit).exp();
                     -p * delta.add(r).read().to_f64()
                 })
                 .sum()
@@ -212,10 +211,11 @@ impl<T: Element> Call<'_, T> {
         let sink = head.sink.map_or(f64::NEG_INFINITY, f64::from);
         // SAFETY: the caller's promise.
         unsafe {
-            let lse = |r: usize| l.add(r).read().to_f64() + l_low.add(r).read().to_f64();
+            let unit = self.scoring.unit;
+            let lse = |r: usize| (l.add(r).read().to_f64() + l_low.add(r).read().to_f64()) * unit;
             let mut sums = [0.0; super::keys::MOST_ROWS];
             for (r, sum) in sums[..rows.len()].iter_mut().enumerate() {
-                *sum = (sink * LOG2_E - lse(r)).exp2();
+                *sum = (sink - lse(r)).exp();
             }
             for key_tile in self.sizes.key_tiles(&head.rule.keys(rows.clone())) {
                 let range = self.sizes.keys(key_tile, sequence.seqlen_k);
@@ -252,7 +252,7 @@ impl<T: Element> Call<'_, T> {
                 // 0: no live key. Not a number: neither is the row.
                 if *sum != 0.0 {
                     l_low.add(r).write(<T::Acc as Element>::from_f64(
-                        l_low.add(r).read().to_f64() + sum.log2(),
+                        l_low.add(r).read().to_f64() + sum.ln() / unit,
                     ));
                 }
             }
