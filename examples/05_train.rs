@@ -82,7 +82,7 @@ impl Random {
 }
 
 /// Mean loss of the first and of the last ten of `steps` steps.
-pub fn train(engine: &Engine, steps: usize) -> tilewise::Result<(f32, f32)> {
+pub(crate) fn train(engine: &Engine, steps: usize) -> tilewise::Result<(f32, f32)> {
     let mut random = Random(1);
     let width = HEADS * DIM;
     // One row a symbol, all heads side by side.

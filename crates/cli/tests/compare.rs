@@ -560,3 +560,36 @@ fn gradients_are_compared_one_by_one() {
     );
     assert!(text.contains("seed 0") && text.contains("dbias"), "{text}");
 }
+
+/// A pass must not hide that nothing was judged, or that the bound lets everything pass.
+#[test]
+fn what_a_pass_does_not_say_is_noted() {
+    let common = ["compare", REAL, "--backends", "cpu", "--repeat", "1"];
+    let with = |more: &[&'static str]| [&common[..], more].concat();
+    let vacuous = stdout(&with(&["--ignore", "o,lse", "--softmax-scale", "1e7"]), 0);
+    assert!(
+        vacuous.contains("the bound is as large as the outputs"),
+        "{vacuous}"
+    );
+    let lse_alone = stdout(&with(&["--ignore", "o"]), 0);
+    assert!(
+        lse_alone.contains("lse of the file is not compared"),
+        "{lse_alone}"
+    );
+}
+
+/// Like any file that a program writes: not private, as a temporary file would be.
+#[cfg(unix)]
+#[test]
+fn written_files_have_ordinary_permissions() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let (out, plain) = (dir.path().join("out.safetensors"), dir.path().join("plain"));
+    stdout(
+        &["run", REAL, "--backend", "cpu", "-o", out.to_str().unwrap()],
+        0,
+    );
+    std::fs::write(&plain, "").unwrap();
+    let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode();
+    assert_eq!(mode(&out), mode(&plain));
+}

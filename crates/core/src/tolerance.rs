@@ -254,13 +254,16 @@ fn naive_row<T: Element>(
     (m + l.ln()).to_f64() as f32
 }
 
+/// A live key, its score, and the score's slope under a softcap.
+type NaiveScore<A> = (usize, A, A);
+
 /// The live keys of a row with their scores and the slopes of these under a softcap, in the
 /// accumulator type; and the largest, the sink counted.
 fn naive_scores<T: Element>(
     problem: &Problem,
     row: &Row<'_, '_, T>,
     q: &[T::Acc],
-) -> (Vec<(usize, T::Acc, T::Acc)>, T::Acc) {
+) -> (Vec<NaiveScore<T::Acc>>, T::Acc) {
     let acc = <T::Acc as Element>::from_f64;
     let scale = acc(problem.softmax_scale());
     let cap = problem.options().get_softcap().map(acc);

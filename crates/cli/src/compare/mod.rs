@@ -21,7 +21,7 @@ use crate::environment::Environment;
 use crate::facts::ProblemFacts;
 use crate::input::{self, AnyLoaded, Loaded};
 use crate::ui;
-use report::{FileResult, ReferenceRows, Report};
+use report::{FileResult, ReferenceRows, Report, ResultRow};
 
 /// Compare backends and algorithms with the naive definition, and with each other, on input files
 ///
@@ -143,6 +143,8 @@ fn compare<T: Element>(args: &CompareArgs, loaded: &Loaded<T>, lanes: &[Lane]) -
         }
         None => None,
     };
+    let mut notes = loaded.notes.clone();
+    notes.extend(limits(&judge, results.iter().map(|(row, _)| row)));
     Ok(Report {
         schema: 1,
         inputs: loaded.source.clone(),
@@ -158,8 +160,35 @@ fn compare<T: Element>(args: &CompareArgs, loaded: &Loaded<T>, lanes: &[Lane]) -
         },
         results: results.into_iter().map(|(row, _)| row).collect(),
         file,
-        notes: loaded.notes.clone(),
+        notes,
     })
+}
+
+/// What a `pass` does not say: elements beyond the dtype's range, and a bound that lets everything
+/// pass.
+fn limits<'a>(judge: &Judge, rows: impl Iterator<Item = &'a ResultRow>) -> Vec<String> {
+    let mut notes: Vec<String> = rows
+        .filter(|row| row.beyond_range > 0)
+        .map(|row| {
+            format!(
+                "{} {}: {} elements of out are not finite where the definition is; the naive \
+                 algorithm leaves the type's range there too, so they were not judged",
+                row.backend, row.algorithm, row.beyond_range
+            )
+        })
+        .collect();
+    let largest = (0..judge.rows())
+        .flat_map(|n| judge.reference_row(n).1)
+        .filter(|x| x.is_finite())
+        .fold(0.0, |largest: f64, x| largest.max(x.abs()));
+    if largest > 0.0 && judge.tolerance().out >= largest {
+        notes.push(
+            "the bound is as large as the outputs: with scores of this size the type cannot tell \
+             right from wrong, and a pass says nothing"
+                .into(),
+        );
+    }
+    notes
 }
 
 fn sample(asked: Option<RowCount>, problem: &Problem) -> RowSample {

@@ -62,11 +62,18 @@ pub(super) struct ResultRow {
     pub(super) pass: Option<bool>,
     /// Where out is farthest off: `[b, h, i, d]`.
     pub(super) worst: Option<[usize; 4]>,
+    /// Elements that are beyond the dtype's range and were not judged.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub(super) beyond_range: usize,
     pub(super) median_ms: Option<f64>,
     pub(super) samples_ms: Vec<f64>,
     pub(super) gflops: Option<f64>,
     pub(super) speedup_vs_standard: Option<f64>,
     pub(super) peak_extra_bytes: Option<u64>,
+}
+
+fn is_zero(n: &usize) -> bool {
+    *n == 0
 }
 
 /// JSON has no infinity, and `null` says that there is no figure: the word says what it is.
@@ -93,6 +100,7 @@ impl ResultRow {
             lse_tolerance: None,
             pass: None,
             worst: None,
+            beyond_range: 0,
             median_ms: None,
             samples_ms: Vec::new(),
             gflops: None,
@@ -119,6 +127,7 @@ impl ResultRow {
         self.lse_tolerance = Some(comparison.lse_tolerance);
         self.pass = Some(comparison.pass);
         self.worst = comparison.worst;
+        self.beyond_range = comparison.beyond_range;
     }
 
     pub(super) fn timed(&mut self, problem: &Problem, samples: &Samples) {

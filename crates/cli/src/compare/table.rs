@@ -80,12 +80,13 @@ fn tail(text: &mut String, report: &Report) {
         }
     }
     for row in report.results.iter().filter(|row| row.pass == Some(false)) {
-        notes.push(format!(
-            "{} {}: farthest off at [b, h, i, d] = {:?}",
-            row.backend,
-            row.algorithm,
-            row.worst.unwrap_or_default()
-        ));
+        // Without one, nothing could be judged, and a note says so already.
+        if let Some(worst) = row.worst {
+            notes.push(format!(
+                "{} {}: farthest off at [b, h, i, d] = {worst:?}",
+                row.backend, row.algorithm
+            ));
+        }
     }
     if let Some(file) = report.file.as_ref().filter(|file| !file.pass) {
         notes.push(format!(

@@ -305,6 +305,17 @@ pub fn write_safetensors(
     let views = tensors
         .iter()
         .map(|tensor| (tensor.name.as_str(), Written(tensor)));
+    // The library writes a private temporary file beside `path` and renames it. Opening the target
+    // first names the right file if that cannot be, and gives it the permissions of any new file.
+    let io = |e: std::io::Error| ContainerError::new(path, Fault::Io(e.to_string()));
+    let permissions = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .and_then(|file| file.metadata())
+        .map_err(io)?
+        .permissions();
     safetensors::serialize_to_file(views, metadata, path)
-        .map_err(|e| ContainerError::new(path, Fault::Io(e.to_string())))
+        .map_err(|e| ContainerError::new(path, Fault::Io(e.to_string())))?;
+    std::fs::set_permissions(path, permissions).map_err(io)
 }

@@ -235,6 +235,9 @@ fn load_as<T: Element + Plain>(
         None => None,
     };
     let expected = expected(args.read.layout, source)?;
+    if expected.is_none() && source.optional("lse")?.is_some() {
+        notes.push("lse of the file is not compared: the file holds no o".into());
+    }
     let expected = if rounded && expected.is_some() {
         notes.push(format!(
             "o of the file is not compared: the inputs were converted to {}",

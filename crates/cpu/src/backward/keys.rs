@@ -37,6 +37,9 @@ pub(super) struct KeyRoom<T: Element> {
     careful: bool,
 }
 
+/// A block to score, and what happens to its scores.
+type Scoring<T> = (Block<<T as Element>::Acc>, Option<Modifiers<T>>);
+
 impl<T: Element> KeyRoom<T> {
     /// Elements that a room takes.
     pub(super) fn elements(sizes: &Sizes) -> usize {
@@ -167,7 +170,7 @@ impl<T: Element> Call<'_, T> {
         [first, n, mr]: [usize; 3],
         tile: RowTile<T::Acc>,
         room: &KeyRoom<T>,
-    ) -> Option<(Block<T::Acc>, Option<Modifiers<T>>)> {
+    ) -> Option<Scoring<T>> {
         let mut live = [(0, 0); MAX_MR];
         let (mut low, mut high) = (usize::MAX, 0);
         for (r, slot) in live.iter_mut().take(n).enumerate() {

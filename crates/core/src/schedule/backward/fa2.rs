@@ -15,7 +15,6 @@ use crate::error::Result;
 use crate::mask::Live;
 use crate::observe::{NoObserver, Observer, Tensor};
 use crate::problem::Problem;
-use crate::view::TensorViewMut;
 
 /// The gradients of `problem`, with tiles of `sizes`. Every element is written.
 ///
@@ -165,13 +164,9 @@ pub(super) fn tiled<T: Element, S: Copy>(
                 }
             }
             let place = first.kv_place();
-            let to: [(&mut TensorViewMut<'_, T>, &[T::Acc], Tensor); 2] = [
-                (&mut gradients.dk, &dk_tile, Tensor::DK),
-                (&mut gradients.dv, &dv_tile, Tensor::DV),
-            ];
-            for (view, tile, tensor) in to {
-                store_rows(view, place, &keys, tile, tensor, observer);
-            }
+            let (dk, dv) = (&mut gradients.dk, &mut gradients.dv);
+            store_rows(dk, place, &keys, &dk_tile, Tensor::DK, observer);
+            store_rows(dv, place, &keys, &dv_tile, Tensor::DV, observer);
         }
         for (n, head) in group.iter().enumerate() {
             let rows = 0..seqlen_q;
