@@ -221,14 +221,14 @@ fn sizes_that_cannot_be_multiplied() {
     let sequences = dims(1 << 45, 1, 0, 8);
     let error = Problem::dense(sequences, DType::F32, &Options::new()).unwrap_err();
     assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
-    // Countable, but more than there is: an error and no abort.
-    let dims = dims(1, 1 << 12, 1 << 30, 8);
-    let problem = Problem::dense(dims, DType::F32, &Options::new()).unwrap();
+    // Countable, but more than any address space: an error and no abort.
+    let dims = dims(1, 1 << 15, 1 << 30, 8);
+    let problem = Problem::dense(dims, DType::F64, &Options::new()).unwrap();
     let error = Engine::named("cpu")
         .unwrap()
         .begin(&problem)
         .err()
-        .expect("a state of 2^42 rows was made");
+        .expect("a state of 2^45 rows was made");
     assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
 }
 
