@@ -22,14 +22,17 @@ pub fn backends() -> Vec<BackendStatus> {
         .into_iter()
         .map(|kind| BackendStatus {
             kind,
-            status: open(kind)
-                .map(|backend| backend.info())
-                .map_err(|error| match error {
-                    Error::Unavailable { reason, .. } => reason,
-                    other => other.to_string(),
-                }),
+            status: open(kind).map(|backend| backend.info()).map_err(reason),
         })
         .collect()
+}
+
+/// What is missing, without the name of the backend that the caller gives anyway.
+pub(crate) fn reason(error: Error) -> String {
+    match error {
+        Error::Unavailable { reason, .. } => reason,
+        other => other.to_string(),
+    }
 }
 
 /// The kinds to try, the most preferred first.

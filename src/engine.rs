@@ -8,7 +8,7 @@ use tilewise_core::{
     GradientsMut, Inputs, Options, Problem, Result, RunningState, TensorViewMut,
 };
 
-use crate::backends::{known, open};
+use crate::backends::{known, open, reason};
 use crate::kind::BackendKind;
 
 /// Environment variable that [`Engine::auto`] reads.
@@ -96,11 +96,7 @@ impl Engine {
                 Ok(backend) => candidates.push((kind, backend)),
                 Err(error) => {
                     tracing::info!(%kind, %error, "backend passed over");
-                    let reason = match error {
-                        Error::Unavailable { reason, .. } => reason,
-                        other => other.to_string(),
-                    };
-                    missing.push((kind, reason));
+                    missing.push((kind, reason(error)));
                 }
             }
         }
