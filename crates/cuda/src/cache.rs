@@ -146,17 +146,11 @@ fn trailer(key: &str, image: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::{Mask, Spec, fa2};
+    use crate::kernels::{Spec, fa2};
     use tilewise_core::DType;
 
     fn variant() -> Variant {
-        let spec = Spec {
-            dtype: DType::BF16,
-            padded: 64,
-            mask: Mask::Full,
-            score: false,
-            aligned: true,
-        };
+        let spec = Spec::plain(DType::BF16, 64);
         fa2::variant(&spec, 99 * 1024, false).unwrap()
     }
 

@@ -7,7 +7,7 @@ use tilewise_core::{Algorithm, DType, Error, Problem, Result};
 
 use crate::backend::CudaBackend;
 use crate::error::{allocation, driver, unsupported};
-use crate::kernels::{Mask, Spec, Variant, fa1, fa2, pad, standard};
+use crate::kernels::{Mask, Score, Spec, Variant, fa1, fa2, pad, standard};
 use crate::raw::{self, Args, Shape};
 use crate::view::{DeviceView, DeviceViewMut, aligned};
 
@@ -99,7 +99,14 @@ pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<P
     };
     let (mask, lo, hi) = Mask::of(&rule, options.get_window_left(), right);
     let scale = problem.softmax_scale() as f32;
-    let score = options.get_softcap().is_some() || scale <= 0.0;
+    let modified = problem.has_bias() || problem.has_mask() || options.get_alibi_slopes().is_some();
+    let score = if modified {
+        Score::Modified
+    } else if options.get_softcap().is_some() || scale <= 0.0 {
+        Score::Applied
+    } else {
+        Score::Folded
+    };
     let args = Args {
         batch: dims.batch as i32,
         heads: dims.num_heads as i32,
@@ -107,8 +114,11 @@ pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<P
         sq: dims.seqlen_q as i32,
         sk: keys as i32,
         d: dims.head_dim as i32,
+        dv: dims.head_dim_v as i32,
         lo_off: lo.saturating_sub(first_key as i32),
         hi_off: hi.saturating_sub(first_key as i32),
+        diag: (rule.diagonal(0) - first_key as i64) as i32,
+        lse_ld: dims.seqlen_q as i32,
         pairs_per_group: 1,
         pairs: (dims.batch * dims.num_heads) as i32,
         scale,
@@ -118,11 +128,9 @@ pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<P
     Ok(Plan {
         args,
         spec: Spec {
-            dtype: problem.dtype(),
-            padded,
             mask,
             score,
-            aligned: true,
+            ..Spec::plain(problem.dtype(), padded)
         },
     })
 }
@@ -493,10 +501,16 @@ mod tests {
             let problem = Problem::dense(dims(), DType::F32, &options).unwrap();
             plan(&problem, 0, 777).unwrap().spec
         };
-        assert!(!spec(Options::new()).score);
-        assert!(spec(Options::new().softcap(5.0)).score);
-        assert!(spec(Options::new().softmax_scale(-1.0)).score);
-        assert!(spec(Options::new().softmax_scale(0.0)).score);
+        assert_eq!(spec(Options::new()).score, Score::Folded);
+        assert_eq!(spec(Options::new().softcap(5.0)).score, Score::Applied);
+        assert_eq!(
+            spec(Options::new().softmax_scale(-1.0)).score,
+            Score::Applied
+        );
+        assert_eq!(
+            spec(Options::new().softmax_scale(0.0)).score,
+            Score::Applied
+        );
         assert_eq!(spec(Options::new().causal(true)).mask, Mask::Upper);
         assert_eq!(spec(Options::new().window_left(3)).mask, Mask::Band);
     }

@@ -29,12 +29,20 @@ pub struct Args {
     pub k: Tensor,
     pub v: Tensor,
     pub o: Tensor,
+    pub bias: Tensor,
+    pub mask: Tensor,
+    pub keep: Tensor,
     pub lse: u64,
     pub m: u64,
     pub l: u64,
     pub acc: u64,
     pub s: u64,
     pub p: u64,
+    pub alibi: u64,
+    pub sinks: u64,
+    pub seqs: u64,
+    pub work: u64,
+    pub drop_threshold: u64,
     pub ld_s: i64,
     pub ld_p: i64,
     pub batch: i32,
@@ -43,16 +51,24 @@ pub struct Args {
     pub sq: i32,
     pub sk: i32,
     pub d: i32,
+    pub dv: i32,
     pub lo_off: i32,
     pub hi_off: i32,
+    pub diag: i32,
     pub row_blocks: i32,
     pub pairs_per_group: i32,
     pub pair0: i32,
     pub pairs: i32,
     pub row0: i32,
     pub rows: i32,
+    pub lse_ld: i32,
+    pub seq0: i32,
+    pub drop_key0: u32,
+    pub drop_key1: u32,
+    pub drop_offset: u32,
     pub scale: f32,
     pub softcap: f32,
+    pub drop_scale: f32,
 }
 
 // SAFETY: repr(C) of integers and floats only, the layout `struct Args` of prelude.cu has.
@@ -99,9 +115,10 @@ mod tests {
 
     #[test]
     fn the_argument_block_has_the_layout_of_the_kernels() {
-        // 4 tensors of 40 bytes, 8 words of 8 bytes, 16 of 4 bytes: no padding anywhere.
-        assert_eq!(size_of::<Args>(), 4 * 40 + 8 * 8 + 16 * 4);
-        assert_eq!(std::mem::offset_of!(Args, batch), 4 * 40 + 8 * 8);
-        assert_eq!(std::mem::offset_of!(Args, scale), 4 * 40 + 8 * 8 + 14 * 4);
+        // 7 tensors of 40 bytes, 13 words of 8 bytes, 24 of 4 bytes: no padding anywhere.
+        let words = 7 * 40 + 13 * 8;
+        assert_eq!(size_of::<Args>(), words + 24 * 4);
+        assert_eq!(std::mem::offset_of!(Args, batch), words);
+        assert_eq!(std::mem::offset_of!(Args, scale), words + 21 * 4);
     }
 }

@@ -12,6 +12,7 @@ use tilewise_core::{
 
 use crate::backend::{CudaBackend, Uploaded, device_zeros, download, wrong_dtype};
 use crate::error::{driver, unsupported};
+use crate::kernels::Score;
 use crate::ops::{self, Plan, run_fa2, run_state, supports};
 use crate::raw::{self, Args};
 use crate::view::{DeviceView, aligned};
@@ -148,7 +149,7 @@ impl CudaBackend {
         self.bind()?;
         let Plan { args, mut spec } = ops::plan(&problem, block.first_key, keys)?;
         // The state's m is in natural units, so the scale cannot hide in the exponent.
-        spec.score = true;
+        spec.score = spec.score.max(Score::Applied);
         let (mut args, _state) = state.args(stream, args);
         let (q, _q) = block.q.acquire(stream);
         let (k, _k) = block.k.acquire(stream);

@@ -18,7 +18,8 @@ use tilewise_core::{DType, MaskRule};
 use crate::cache::Store;
 use crate::nvrtc::Nvrtc;
 
-const PRELUDE: &str = include_str!("prelude.cu");
+/// What every kernel is compiled after: types and tiles, then scores and dropout.
+const PRELUDE: &str = concat!(include_str!("prelude.cu"), "\n", include_str!("score.cu"));
 
 /// A kernel source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -135,6 +136,23 @@ impl Mask {
     }
 }
 
+/// What becomes of a score between the product and the softmax, SCORE of `score.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Score {
+    /// The scale is folded into the exponent.
+    Folded = 0,
+    /// Scale and softcap are applied to each score: with a softcap, and with a scale that is not
+    /// above 0.
+    Applied = 1,
+    /// Also bias, ALiBi and mask, whichever the call has.
+    Modified = 2,
+}
+
+impl Score {
+    /// The kinds.
+    pub const ALL: [Score; 3] = [Score::Folded, Score::Applied, Score::Modified];
+}
+
 /// What a problem asks of a kernel at compile time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
@@ -142,13 +160,34 @@ pub struct Spec {
     pub dtype: DType,
     /// head_dim as the tiles hold it; see [`pad`].
     pub padded: u32,
+    /// head_dim_v likewise.
+    pub padded_v: u32,
     /// Bounds on live keys.
     pub mask: Mask,
-    /// Scale and softcap are applied to each score instead of being folded into the exponent: with a
-    /// softcap, and with a scale that is not above 0.
-    pub score: bool,
+    /// What becomes of scores.
+    pub score: Score,
+    /// Weights are dropped.
+    pub dropout: bool,
+    /// Rows and keys are those of sequences in a table: packed, or with used lengths.
+    pub sequences: bool,
     /// Rows of 16-byte multiples at 16-byte addresses.
     pub aligned: bool,
+}
+
+impl Spec {
+    /// Every key live, no option, aligned rows.
+    pub const fn plain(dtype: DType, padded: u32) -> Spec {
+        Spec {
+            dtype,
+            padded,
+            padded_v: padded,
+            mask: Mask::Full,
+            score: Score::Folded,
+            dropout: false,
+            sequences: false,
+            aligned: true,
+        }
+    }
 }
 
 /// The head_dims that tiles come in.
@@ -202,8 +241,11 @@ impl Variant {
             ("DTYPE", dtype_code(spec.dtype)),
             ("DP", spec.padded as i32),
             ("MASK", spec.mask as i32),
-            ("SCORE", i32::from(spec.score)),
+            ("SCORE", spec.score as i32),
             ("VEC", i32::from(spec.aligned)),
+            ("DV", spec.padded_v as i32),
+            ("DROPOUT", i32::from(spec.dropout)),
+            ("SEQS", i32::from(spec.sequences)),
         ];
         defines.extend_from_slice(tile);
         let mut name = format!(
@@ -213,8 +255,19 @@ impl Variant {
             spec.padded,
             spec.mask.name()
         );
-        if spec.score {
-            name += "-score";
+        if spec.padded_v != spec.padded {
+            name += &format!("-dv{}", spec.padded_v);
+        }
+        match spec.score {
+            Score::Folded => {}
+            Score::Applied => name += "-score",
+            Score::Modified => name += "-modified",
+        }
+        if spec.dropout {
+            name += "-dropout";
+        }
+        if spec.sequences {
+            name += "-sequences";
         }
         if !spec.aligned {
             name += "-strided";
@@ -328,16 +381,15 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                 for &score in flags(selection.score) {
                     for &strided in flags(selection.strided) {
                         let spec = Spec {
-                            dtype,
-                            padded,
                             mask,
-                            score,
+                            score: if score { Score::Applied } else { Score::Folded },
                             aligned: !strided,
+                            ..Spec::plain(dtype, padded)
                         };
                         add(fa2::variant(&spec, limit, false));
                         add(fa2::variant(
                             &Spec {
-                                score: true,
+                                score: Score::Applied,
                                 ..spec
                             },
                             limit,
@@ -460,11 +512,14 @@ mod tests {
                     for mask in Mask::ALL {
                         for aligned in [false, true] {
                             let spec = Spec {
-                                dtype,
-                                padded,
                                 mask,
-                                score: !aligned,
+                                score: if aligned {
+                                    Score::Folded
+                                } else {
+                                    Score::Modified
+                                },
                                 aligned,
+                                ..Spec::plain(dtype, padded)
                             };
                             let mut found = vec![
                                 fa2::variant(&spec, limit, false),

@@ -4,7 +4,7 @@
 // The specialisation arrives as macros:
 //   DTYPE  0 = f16, 1 = bf16, 2 = f32           DP    head_dim padded to a multiple of 16
 //   MASK   0 = every key live, 1 = upper bound   VEC   1 = rows are 16-byte aligned with unit element stride
-//          (causal), 2 = both bounds (window)    SCORE 1 = scale and softcap are applied to each score
+//          (causal), 2 = both bounds (window)    SCORE, DROPOUT: see score.cu
 // Tile macros (BM, BN, WARPS, ...) are described where they are used.
 
 typedef unsigned int u32;
@@ -39,18 +39,27 @@ struct Tensor {
 
 struct Args {
     Tensor q, k, v, o;
-    u64 lse;        // f32 [batch, heads, sq], or 0
-    u64 m, l, acc;  // f32 state [batch, heads, sq], [batch, heads, sq], [batch, heads, sq, d]
-    u64 s, p;       // score and probability matrices of `standard`
-    i64 ld_s, ld_p; // their row lengths in elements
+    Tensor bias, mask, keep; // [batch, heads, sq, sk]: the input's dtype, bytes, bytes; stride 0 where broadcast; ptr 0 = none
+    u64 lse;          // f32 [batch, heads, lse_ld], or 0
+    u64 m, l, acc;    // f32 state [batch, heads, sq], [batch, heads, sq], [batch, heads, sq, dv]
+    u64 s, p;         // score and probability matrices of `standard`
+    u64 alibi, sinks; // f32 [heads], or 0
+    u64 seqs, work;   // sequences and row blocks of SEQS, heaviest first
+    u64 drop_threshold;           // p x 2^32
+    i64 ld_s, ld_p;               // row lengths of s and p in elements
     int batch, heads, group_size; // group_size = heads / kv_heads
-    int sq, sk, d;
+    int sq, sk, d, dv;
     int lo_off, hi_off;           // key j is live for row i iff i + lo_off <= j <= i + hi_off
+    int diag;                     // row i stands at key i + diag
     int row_blocks, pairs_per_group;
     int pair0, pairs;             // (batch, head) pairs this launch covers
     int row0, rows;               // rows of a pair that `standard` holds in s and p
+    int lse_ld;                   // rows of a (batch, head) pair in lse
+    int seq0;                     // number of the sequence that batch entry 0 holds
+    u32 drop_key0, drop_key1, drop_offset;
     float scale;                  // softmax_scale, natural units
     float softcap;                // 0 = none
+    float drop_scale;             // 1/(1 - p)
 };
 
 DEV u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -281,12 +290,6 @@ DEV float quad_max(float x) {
 DEV float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// The score a softmax sees, in natural units, where scale is not folded into the exponent.
-DEV float score_of(float raw, const Args& a) {
-    float x = raw * a.scale;
-    return a.softcap > 0.f ? a.softcap * tanhf(x / a.softcap) : x;
 }
 
 // Accumulator fragments (m16n8): lane t holds rows t/4 and t/4 + 8, columns 2(t%4) and 2(t%4) + 1.

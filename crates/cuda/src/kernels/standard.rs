@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Mask, Spec, Variant, pitch};
+use super::{Family, Mask, Score, Spec, Variant, pitch};
 
 /// A grid of warps over a tile of the scores: rows and columns of warps, row groups of sixteen and
 /// column groups of eight a warp.
@@ -99,7 +99,7 @@ pub fn variants(spec: &Spec, limit: u32, seqlen_k: usize) -> [Option<Variant>; 3
             "tw_standard_scores",
             &Spec {
                 mask: Mask::Full,
-                score: false,
+                score: Score::Folded,
                 ..*spec
             },
             &tile(0, cut, 32, 32),
@@ -124,7 +124,7 @@ pub fn variants(spec: &Spec, limit: u32, seqlen_k: usize) -> [Option<Variant>; 3
             Family::Standard,
             "tw_standard_out",
             &Spec {
-                score: false,
+                score: Score::Folded,
                 ..*spec
             },
             &tile(2, (wm, wn, mt, 2), step, 32),

@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Mask, Spec, Variant};
+use super::{Family, Spec, Variant};
 
 /// The kernels of the family.
 pub const ENTRIES: [&str; 4] = [
@@ -14,18 +14,5 @@ pub const ENTRIES: [&str; 4] = [
 
 /// The variant of one of [`ENTRIES`] for `dtype`.
 pub fn variant(entry: &'static str, dtype: DType) -> Variant {
-    Variant::new(
-        Family::State,
-        entry,
-        &Spec {
-            dtype,
-            padded: 64,
-            mask: Mask::Full,
-            score: false,
-            aligned: true,
-        },
-        &[],
-        256,
-        0,
-    )
+    Variant::new(Family::State, entry, &Spec::plain(dtype, 64), &[], 256, 0)
 }
