@@ -6,7 +6,7 @@ use tilewise::{
     Gradients, Options, TensorView,
 };
 
-use crate::support::{Case, case, cases, engines};
+use crate::support::{Case, Noise, case, cases, engines};
 
 /// Training by these gradients: the example, as it stands.
 #[allow(dead_code)] // its main
@@ -26,32 +26,24 @@ fn equal_the_definition<T: Element>(case: &Case) -> Result<(), TestCaseError> {
     let data = case.data::<T>();
     let inputs = data.inputs();
     for (name, engine) in engines() {
-        let Ok(forward) = engine.forward(&inputs, &case.options) else {
+        let Ok(forward) = engine.forward(&inputs, &data.options) else {
             continue;
         };
-        let shape = case.dims.out_shape();
+        let shape = case.dims().out_shape();
         let [b, h, s, _] = shape;
-        let mut n = case.seed;
-        let dout: Vec<T> = (0..forward.out.len())
-            .map(|_| {
-                n = n
-                    .wrapping_mul(6364136223846793005)
-                    .wrapping_add(1442695040888963407);
-                T::from_f64((n >> 40) as f64 / (1u64 << 23) as f64 - 1.0)
-            })
-            .collect();
+        let dout: Vec<T> = Noise(!case.seed).tensor(forward.out.len(), 1.0);
         let backward = BackwardInputs::new(
             inputs,
             TensorView::bhsd(&forward.out, shape).unwrap(),
             TensorView::bhsd(&forward.lse, [b, h, s, 1]).unwrap(),
             TensorView::bhsd(&dout, shape).unwrap(),
         );
-        let problem = backward.problem(&case.options).unwrap();
+        let problem = backward.problem(&data.options).unwrap();
         let judge = GradientJudge::new(&problem, &backward);
         for algorithm in Algorithm::ALL {
             let mut gradients = Gradients::filled(&problem, &inputs, f64::NAN).unwrap();
             let views = gradients.views_mut().unwrap();
-            match engine.backward_into(algorithm, &backward, &case.options, views) {
+            match engine.backward_into(algorithm, &backward, &data.options, views) {
                 Ok(_) => {}
                 // What a backend does not have it must refuse, before it writes anything.
                 Err(Error::Unsupported { .. }) if engine.kind() != BackendKind::Cpu => continue,

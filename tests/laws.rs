@@ -8,15 +8,12 @@ use tilewise::{
     RunningState, TensorView, TensorViewMut,
 };
 
-use crate::support::{Case, Data, LengthCase, case, cases, engines, judge};
+use crate::support::{Case, Data, Sequences, case, cases, engines};
 
 /// Problems whose keys can be streamed: one length for all.
 fn streamable(dtype: DType) -> impl Strategy<Value = Case> {
     case(dtype).prop_map(|mut case| {
-        if !matches!(case.lengths, LengthCase::Padded) {
-            case.lengths = LengthCase::Padded;
-            case.dims.seqlen_k = case.dims.seqlen_k.min(200);
-        }
+        case.sequences = Sequences::Dense;
         case
     })
 }
@@ -73,10 +70,10 @@ fn finish<T: Element>(problem: &Problem, state: Box<dyn RunningState>) -> (Vec<T
 /// whichever engine, in any order, merged: naive softmax attention.
 fn partition<T: Element>(case: &Case, cuts: &[usize], order: u64) -> Result<(), TestCaseError> {
     let data = case.data::<T>();
-    let judged = judge(case, &data);
-    let problem = Problem::dense(case.dims, case.dtype, &case.options).unwrap();
+    let judged = data.judge();
+    let problem = Problem::dense(case.dims(), case.dtype, &data.options).unwrap();
     // A state is begun without its bias and mask; a backend that cannot absorb them says so of the whole.
-    let posed = Problem::new(&data.inputs(), &case.options).unwrap();
+    let posed = Problem::new(&data.inputs(), &data.options).unwrap();
     let engines: Vec<_> = engines()
         .into_iter()
         .filter(|(_, engine)| {
@@ -85,7 +82,7 @@ fn partition<T: Element>(case: &Case, cuts: &[usize], order: u64) -> Result<(), 
                 && backend.supports(&posed, Algorithm::Auto).is_ok()
         })
         .collect();
-    let mut parts = parts(case.dims.seqlen_k, cuts);
+    let mut parts = parts(case.seqlen_k, cuts);
     let turn = order as usize % parts.len();
     parts.rotate_left(turn);
     if order % 2 == 1 {
@@ -105,7 +102,7 @@ fn partition<T: Element>(case: &Case, cuts: &[usize], order: u64) -> Result<(), 
             }
         }
         // begin is the identity of merge, from either side.
-        let dims = &case.dims;
+        let dims = case.dims();
         state
             .merge(&HostState::empty(dims.lse_shape(), dims.head_dim_v))
             .unwrap();
@@ -121,21 +118,21 @@ fn partition<T: Element>(case: &Case, cuts: &[usize], order: u64) -> Result<(), 
 fn shift(case: &Case, constant: f64) -> Result<(), TestCaseError> {
     let mut case = case.clone();
     case.bias = None;
-    case.options = case.options.sinks(None);
+    case.sinks = false;
     let data = case.data::<f64>();
     let constants = [constant];
     let bias = TensorView::bhsd(&constants, [1, 1, 1, 1]).unwrap();
     for (name, engine) in engines() {
         for algorithm in Algorithm::ALL {
             let plain = data.inputs();
-            if supported(&engine, algorithm, &plain.bias(bias), &case.options).is_none() {
+            if supported(&engine, algorithm, &plain.bias(bias), &data.options).is_none() {
                 continue;
             }
             let a = engine
-                .forward_with(algorithm, &plain, &case.options)
+                .forward_with(algorithm, &plain, &data.options)
                 .unwrap();
             let b = engine
-                .forward_with(algorithm, &plain.bias(bias), &case.options)
+                .forward_with(algorithm, &plain.bias(bias), &data.options)
                 .unwrap();
             for (x, y) in a.out.iter().zip(&b.out) {
                 prop_assert!(
@@ -179,18 +176,18 @@ fn weights(case: &Case) -> Result<(), TestCaseError> {
         }
     }
     let inputs = data.inputs();
-    let [_, heads, rows] = case.dims.lse_shape();
+    let [_, heads, rows] = case.dims().lse_shape();
     for (name, engine) in engines() {
         for algorithm in Algorithm::ALL {
-            if supported(&engine, algorithm, &inputs, &case.options).is_none() {
+            if supported(&engine, algorithm, &inputs, &data.options).is_none() {
                 continue;
             }
             let attention = engine
-                .forward_with(algorithm, &inputs, &case.options)
+                .forward_with(algorithm, &inputs, &data.options)
                 .unwrap();
             for (row, lse) in attention.lse.iter().enumerate() {
                 let head = row / rows.max(1) % heads.max(1);
-                let sink = case
+                let sink = data
                     .options
                     .get_sinks()
                     .map_or(f32::NEG_INFINITY, |s| s[head]);
@@ -199,7 +196,7 @@ fn weights(case: &Case) -> Result<(), TestCaseError> {
                 } else {
                     1.0 - (sink - lse).exp()
                 };
-                let out = &attention.out[row * case.dims.head_dim_v..][..case.dims.head_dim_v];
+                let out = &attention.out[row * case.head_dim_v..][..case.head_dim_v];
                 for x in out {
                     prop_assert!(
                         (x - expected).abs() < 1e-4,
@@ -222,12 +219,12 @@ fn same_bits<T: Element>(case: &Case) -> Result<(), TestCaseError> {
     let inputs = data.inputs();
     for (name, engine) in engines() {
         for algorithm in Algorithm::ALL {
-            if supported(&engine, algorithm, &inputs, &case.options).is_none() {
+            if supported(&engine, algorithm, &inputs, &data.options).is_none() {
                 continue;
             }
             let run = |inputs: &Inputs<'_, T>| {
                 engine
-                    .forward_with(algorithm, inputs, &case.options)
+                    .forward_with(algorithm, inputs, &data.options)
                     .unwrap()
             };
             let whole = run(&inputs);
@@ -255,10 +252,10 @@ fn same_bits<T: Element>(case: &Case) -> Result<(), TestCaseError> {
                     threads
                 );
             }
-            if case.dims.batch < 2 {
+            if case.dims().batch < 2 || matches!(case.sequences, Sequences::Paged(..)) {
                 continue;
             }
-            for b in 0..case.dims.batch {
+            for b in 0..case.batch {
                 let mut alone = inputs;
                 let entry = b..b + 1;
                 alone.q = alone.q.narrow(0, entry.clone());

@@ -5,13 +5,13 @@ use proptest::prelude::*;
 use tilewise::half::{bf16, f16};
 use tilewise::{Algorithm, DType, Element, Problem};
 
-use crate::support::{Case, case, cases, engines, judge};
+use crate::support::{Case, case, cases, engines};
 
 fn equals_naive<T: Element>(case: &Case) -> Result<(), TestCaseError> {
     let data = case.data::<T>();
     let inputs = data.inputs();
-    let judged = judge(case, &data);
-    let problem = Problem::new(&inputs, &case.options).unwrap();
+    let judged = data.judge();
+    let problem = Problem::new(&inputs, &data.options).unwrap();
     for (name, engine) in engines() {
         for algorithm in Algorithm::ALL {
             match engine.backend().supports(&problem, algorithm) {
@@ -19,7 +19,7 @@ fn equals_naive<T: Element>(case: &Case) -> Result<(), TestCaseError> {
                 supported => prop_assert!(supported.is_ok(), "{name} {algorithm}: {supported:?}"),
             }
             let attention = engine
-                .forward_with(algorithm, &inputs, &case.options)
+                .forward_with(algorithm, &inputs, &data.options)
                 .unwrap();
             judged.agrees(
                 &format!("{name} {algorithm}"),

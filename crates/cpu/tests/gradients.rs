@@ -3,89 +3,24 @@
 
 mod common;
 
-use common::{Data, LengthsKind, Rng, Setup, backends};
+use common::backends;
 use proptest::prelude::*;
 use tilewise_core::half::{bf16, f16};
 use tilewise_core::{
-    Algorithm, BackwardInputs, DType, Dropout, GradientJudge, Gradients, Inputs, Judge, Options,
-    Problem, RowSample, TensorView, keep_mask,
+    Algorithm, BackwardInputs, DType, Dims, Dropout, GradientJudge, Gradients, Inputs, Options,
+    Problem, keep_mask,
 };
 use tilewise_cpu::{CpuBackend, CpuElement};
+use tilewise_testkit::{Case, Judged, Setting};
 
-/// A setup with the results of its forward pass and what arrives at them.
-struct Setting<T> {
-    data: Data<T>,
-    options: Options,
-    keep: Option<(Vec<u8>, [usize; 4])>,
-    dout: Vec<T>,
-    dlse: Option<Vec<f32>>,
-    out: Vec<T>,
-    lse: Vec<f32>,
-    out_shape: [usize; 4],
+/// A case with the results of the backend's forward pass.
+fn setting<T: CpuElement>(case: &Case) -> Setting<T> {
+    Setting::new(case, forward)
 }
 
-impl<T: CpuElement> Setting<T> {
-    fn new(setup: &Setup) -> Self {
-        let data = Data::<T>::new(setup);
-        let mut rng = Rng(setup.seed ^ 0xD0D0);
-        let dims = *data.problem().dims();
-        let p = 0.25 * rng.below(4) as f64;
-        let dropout = match rng.below(4) {
-            0 => Some(Dropout::Philox {
-                p,
-                seed: rng.next(),
-                offset: rng.next(),
-            }),
-            1 => Some(Dropout::Mask { p }),
-            _ => None,
-        };
-        let keep = matches!(dropout, Some(Dropout::Mask { .. })).then(|| {
-            let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
-            let shape = full.map(|size| if rng.below(3) == 0 { 1 } else { size });
-            let bits = (0..shape.iter().product()).map(|_| rng.below(3) as u8);
-            (bits.collect(), shape)
-        });
-        let rows: usize = dims.lse_shape().iter().product();
-        let mut setting = Setting {
-            options: data.options.clone().dropout(dropout),
-            data,
-            keep,
-            dout: (0..rows * dims.head_dim_v)
-                .map(|_| T::from_f64(rng.normal()))
-                .collect(),
-            dlse: (rng.below(2) == 0).then(|| (0..rows).map(|_| rng.normal() as f32).collect()),
-            out: Vec::new(),
-            lse: Vec::new(),
-            out_shape: dims.out_shape(),
-        };
-        let backend = CpuBackend::new().unwrap();
-        let (problem, inputs) = (setting.problem(), setting.inputs());
-        (setting.out, setting.lse) = common::run(&backend, &problem, &inputs, Algorithm::Fa2);
-        setting
-    }
-
-    fn inputs(&self) -> Inputs<'_, T> {
-        let keep = self.keep.as_ref();
-        self.data
-            .inputs()
-            .keep_mask(keep.map(|(keep, shape)| TensorView::bhsd(keep, *shape).unwrap()))
-    }
-
-    fn problem(&self) -> Problem {
-        Problem::new(&self.inputs(), &self.options).unwrap()
-    }
-
-    fn backward(&self) -> BackwardInputs<'_, T> {
-        let [b, h, s, _] = self.out_shape;
-        let row = |values| TensorView::bhsd(values, [b, h, s, 1]).unwrap();
-        BackwardInputs::new(
-            self.inputs(),
-            TensorView::bhsd(&self.out, self.out_shape).unwrap(),
-            row(&self.lse),
-            TensorView::bhsd(&self.dout, self.out_shape).unwrap(),
-        )
-        .dlse(self.dlse.as_deref().map(row))
-    }
+fn forward<T: CpuElement>(problem: &Problem, inputs: &Inputs<'_, T>) -> (Vec<T>, Vec<f32>) {
+    let backend = CpuBackend::new().unwrap();
+    common::run(&backend, problem, inputs, Algorithm::Fa2)
 }
 
 /// Runs into memory that held NaN before.
@@ -113,12 +48,12 @@ fn bits<T: CpuElement>(gradients: &Gradients<T>) -> Vec<u64> {
         .collect()
 }
 
-fn check<T: CpuElement>(setup: &Setup) -> Result<(), TestCaseError> {
-    let setting = Setting::<T>::new(setup);
+fn check<T: CpuElement>(case: &Case) -> Result<(), TestCaseError> {
+    let setting = setting::<T>(case);
     let (problem, inputs) = (setting.problem(), setting.backward());
     let judge = GradientJudge::new(&problem, &inputs);
     // Dropout in the forward pass: `definition` has none.
-    let forward = Judge::new(&problem, &inputs.inputs, &RowSample::all(&problem));
+    let forward = Judged::new(&problem, &inputs.inputs);
     for backend in backends() {
         for algorithm in Algorithm::ALL {
             let mut gradients = run(&backend, &setting.options, &inputs, algorithm);
@@ -127,18 +62,11 @@ fn check<T: CpuElement>(setup: &Setup) -> Result<(), TestCaseError> {
                     comparison.pass,
                     "{} {algorithm} {}: {comparison:?}",
                     backend.isa(),
-                    setup.dtype
+                    case.dtype
                 );
             }
             let (out, lse) = common::run(&backend, &problem, &inputs.inputs, algorithm);
-            let out = TensorView::bhsd(&out, setting.out_shape).unwrap();
-            let lse = TensorView::bhsd(&lse, inputs.lse.shape()).unwrap();
-            let comparison = forward.compare(&out, Some(&lse)).unwrap();
-            prop_assert!(
-                comparison.pass,
-                "{} {algorithm}: {comparison:?}",
-                backend.isa()
-            );
+            forward.agrees(&format!("{} {algorithm}", backend.isa()), &out, &lse)?;
         }
         // Law 6: bits follow from the inputs alone.
         let whole = run(&backend, &setting.options, &inputs, Algorithm::Fa2);
@@ -158,42 +86,36 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
-    fn every_kernel_equals_the_definition(setup in common::setup()) {
-        match setup.dtype {
-            DType::F64 => check::<f64>(&setup)?,
-            DType::F32 => check::<f32>(&setup)?,
-            DType::F16 => check::<f16>(&setup)?,
-            _ => check::<bf16>(&setup)?,
+    fn every_kernel_equals_the_definition(case in common::any_case()) {
+        match case.dtype {
+            DType::F64 => check::<f64>(&case)?,
+            DType::F32 => check::<f32>(&case)?,
+            DType::F16 => check::<f16>(&case)?,
+            _ => check::<bf16>(&case)?,
         }
     }
 }
 
-fn plain(seed: u64) -> Setup {
-    Setup {
-        seed,
-        dtype: DType::F32,
+fn plain(seed: u64) -> Case {
+    let dims = Dims {
         batch: 2,
-        kv_heads: 2,
-        group: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
         seqlen_q: 150,
         seqlen_k: 420,
         head_dim: 24,
         head_dim_v: 40,
+    };
+    Case {
         options: Options::new().causal(true),
-        alibi: false,
-        sinks: false,
-        bias: None,
-        mask: None,
-        lengths: LengthsKind::All,
-        plain_strides: true,
-        magnitude: 1.0,
+        ..Case::dense(seed, dims)
     }
 }
 
 /// A batch entry alone has the bits that it has in the batch.
 #[test]
 fn a_batch_entry_has_its_own_bits() {
-    let mut setting = Setting::<f32>::new(&plain(3));
+    let mut setting = setting::<f32>(&plain(3));
     (setting.options, setting.keep) = (Options::new().causal(true), None);
     let inputs = setting.backward();
     for backend in backends() {
@@ -223,7 +145,7 @@ fn a_batch_entry_has_its_own_bits() {
 /// changes no bit.
 #[test]
 fn dropout_is_the_same_mask_everywhere() {
-    let mut setting = Setting::<f32>::new(&plain(5));
+    let mut setting = setting::<f32>(&plain(5));
     setting.keep = None;
     setting.options = Options::new().dropout(Dropout::Philox {
         p: 0.3,
@@ -264,13 +186,11 @@ fn dropout_is_the_same_mask_everywhere() {
 /// NaN and infinity in what a mask hides change nothing, wherever they stand.
 #[test]
 fn what_is_hidden_never_leaks() {
-    let mut setup = plain(7);
-    setup.options = Options::new().window_left(60).window_right(60);
-    let mut setting = Setting::<f32>::new(&setup);
-    (setting.options, setting.keep) = (setup.options.clone(), None);
-    let backend = CpuBackend::new().unwrap();
-    let (problem, inputs) = (setting.problem(), setting.inputs());
-    (setting.out, setting.lse) = common::run(&backend, &problem, &inputs, Algorithm::Fa2);
+    let mut case = plain(7);
+    case.options = Options::new().window_left(60).window_right(60);
+    let mut setting = setting::<f32>(&case);
+    (setting.options, setting.keep) = (case.options.clone(), None);
+    setting.run_forward(forward);
     let clean: Vec<_> = backends()
         .iter()
         .map(|backend| {

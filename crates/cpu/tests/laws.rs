@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Data, LengthsKind, Rng, Setup, backends, run, setup};
+use common::{any_case, backends, run};
 use proptest::prelude::*;
 use tilewise_core::half::{bf16, f16};
 use tilewise_core::{
@@ -11,6 +11,7 @@ use tilewise_core::{
     TensorView, TensorViewMut,
 };
 use tilewise_cpu::{CpuBackend, CpuElement, CpuState};
+use tilewise_testkit::{Case, Data, Noise, Sequences};
 
 /// Bits, so that NaN equals itself.
 fn bits<T: CpuElement>(out: &[T]) -> Vec<u64> {
@@ -26,8 +27,8 @@ fn in_pool<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
 }
 
 /// Law 6, threads and repetition.
-fn same_bits_for_any_threads<T: CpuElement>(setup: &Setup) -> Result<(), TestCaseError> {
-    let data = Data::<T>::new(setup);
+fn same_bits_for_any_threads<T: CpuElement>(case: &Case) -> Result<(), TestCaseError> {
+    let data = case.data::<T>();
     let (problem, inputs) = (data.problem(), data.inputs());
     for backend in backends() {
         for algorithm in Algorithm::ALL {
@@ -44,8 +45,8 @@ fn same_bits_for_any_threads<T: CpuElement>(setup: &Setup) -> Result<(), TestCas
 }
 
 /// Law 6, batch: an entry alone gives the bits it gave among others.
-fn same_bits_in_any_batch<T: CpuElement>(setup: &Setup) -> Result<(), TestCaseError> {
-    let data = Data::<T>::new(setup);
+fn same_bits_in_any_batch<T: CpuElement>(case: &Case) -> Result<(), TestCaseError> {
+    let data = case.data::<T>();
     let (problem, inputs) = (data.problem(), data.inputs());
     let rows = problem.dims().num_heads * problem.dims().seqlen_q;
     let width = problem.dims().head_dim_v;
@@ -75,9 +76,9 @@ fn same_bits_in_any_batch<T: CpuElement>(setup: &Setup) -> Result<(), TestCaseEr
 }
 
 /// A problem whose keys can be streamed: all of them used, nothing packed or paged.
-fn streamable(mut setup: Setup) -> Setup {
-    setup.lengths = LengthsKind::All;
-    setup
+fn streamable(mut case: Case) -> Case {
+    case.sequences = Sequences::Dense;
+    case
 }
 
 /// The keys `keys` of the data.
@@ -97,32 +98,32 @@ fn block<'a, T: CpuElement>(data: &'a Data<T>, keys: std::ops::Range<usize>) -> 
 
 /// Laws 1 and 2: any partition of the keys, in any order, joined in any order, is the definition; the
 /// empty state is neutral, and a state survives export and import.
-fn any_partition<T: CpuElement>(setup: &Setup, cuts: &[usize]) -> Result<(), TestCaseError> {
-    let data = Data::<T>::new(setup);
+fn any_partition<T: CpuElement>(case: &Case, cuts: &[usize]) -> Result<(), TestCaseError> {
+    let data = case.data::<T>();
     let (problem, inputs) = (data.problem(), data.inputs());
     let n = problem.dims().seqlen_k;
     let mut bounds: Vec<usize> = cuts.iter().map(|cut| cut % (n + 1)).collect();
     bounds.extend([0, n]);
     bounds.sort_unstable();
     let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
-    let mut rng = Rng(setup.seed ^ 1);
+    let mut noise = Noise(case.seed ^ 1);
     for backend in backends() {
         let online = backend.online::<T>();
         let mut states: Vec<CpuState<T>> = vec![online.begin(&problem).unwrap()];
         for pair in bounds.windows(2) {
             // A new state, or a further chunk for one that exists.
-            if rng.below(2) == 0 {
+            if noise.below(2) == 0 {
                 states.push(online.begin(&problem).unwrap());
             }
-            let at = rng.below(states.len());
+            let at = noise.below(states.len());
             online
                 .absorb(&mut states[at], block(&data, pair[0]..pair[1]))
                 .unwrap();
         }
         while states.len() > 1 {
-            let other = states.swap_remove(rng.below(states.len()));
-            let at = rng.below(states.len());
-            if rng.below(2) == 0 {
+            let other = states.swap_remove(noise.below(states.len()));
+            let at = noise.below(states.len());
+            if noise.below(2) == 0 {
                 online.merge(&mut states[at], &other).unwrap();
             } else {
                 let host = online.export(&other).unwrap();
@@ -155,8 +156,8 @@ fn any_partition<T: CpuElement>(setup: &Setup, cuts: &[usize]) -> Result<(), Tes
 }
 
 /// Law 3: a constant on every score of a row moves L by it and leaves O.
-fn a_constant_bias_moves_only_lse(setup: &Setup, shift: f64) -> Result<(), TestCaseError> {
-    let data = Data::<f64>::new(setup);
+fn a_constant_bias_moves_only_lse(case: &Case, shift: f64) -> Result<(), TestCaseError> {
+    let data = case.data::<f64>();
     let inputs = data.inputs();
     let mut options = data.options.clone();
     options = options.sinks(None);
@@ -190,12 +191,12 @@ fn a_constant_bias_moves_only_lse(setup: &Setup, shift: f64) -> Result<(), TestC
 }
 
 macro_rules! in_dtype {
-    ($setup:expr, $function:ident $(, $more:expr)*) => {
-        match $setup.dtype {
-            DType::F64 => $function::<f64>(&$setup $(, $more)*),
-            DType::F32 => $function::<f32>(&$setup $(, $more)*),
-            DType::F16 => $function::<f16>(&$setup $(, $more)*),
-            _ => $function::<bf16>(&$setup $(, $more)*),
+    ($case:expr, $function:ident $(, $more:expr)*) => {
+        match $case.dtype {
+            DType::F64 => $function::<f64>(&$case $(, $more)*),
+            DType::F32 => $function::<f32>(&$case $(, $more)*),
+            DType::F16 => $function::<f16>(&$case $(, $more)*),
+            _ => $function::<bf16>(&$case $(, $more)*),
         }
     };
 }
@@ -204,29 +205,29 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn bits_do_not_depend_on_threads(setup in setup()) {
-        in_dtype!(setup, same_bits_for_any_threads)?;
+    fn bits_do_not_depend_on_threads(case in any_case()) {
+        in_dtype!(case, same_bits_for_any_threads)?;
     }
 
     #[test]
-    fn bits_do_not_depend_on_the_batch(mut setup in setup()) {
-        if matches!(setup.lengths, LengthsKind::Packed | LengthsKind::Paged) {
-            setup.lengths = LengthsKind::Used;
+    fn bits_do_not_depend_on_the_batch(mut case in any_case()) {
+        if matches!(case.sequences, Sequences::Packed(..) | Sequences::Paged(..)) {
+            case.sequences = Sequences::Used(vec![70, 100, 3]);
         }
-        in_dtype!(setup, same_bits_in_any_batch)?;
+        in_dtype!(case, same_bits_in_any_batch)?;
     }
 
     #[test]
     fn any_partition_is_the_definition(
-        setup in setup().prop_map(streamable),
+        case in any_case().prop_map(streamable),
         cuts in prop::collection::vec(0usize..600, 0..6),
     ) {
-        in_dtype!(setup, any_partition, &cuts)?;
+        in_dtype!(case, any_partition, &cuts)?;
     }
 
     #[test]
-    fn constants_move_only_lse(setup in setup(), shift in -50.0f64..50.0) {
-        a_constant_bias_moves_only_lse(&setup, shift)?;
+    fn constants_move_only_lse(case in any_case(), shift in -50.0f64..50.0) {
+        a_constant_bias_moves_only_lse(&case, shift)?;
     }
 }
 

@@ -5,13 +5,14 @@ mod common;
 use common::{backends, run};
 use tilewise_core::{Algorithm, Inputs, Options, Problem, TensorView};
 use tilewise_cpu::{CpuBackend, CpuElement};
+use tilewise_testkit::Noise;
 
 const SHAPE: [usize; 4] = [1, 2, 40, 24];
 
 fn numbers(seed: u64) -> Vec<f32> {
-    let mut rng = common::Rng(seed);
+    let mut noise = Noise(seed);
     (0..SHAPE.iter().product())
-        .map(|_| rng.normal() as f32)
+        .map(|_| noise.normal() as f32)
         .collect()
 }
 

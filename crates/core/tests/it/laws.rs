@@ -1,6 +1,5 @@
 //! The laws of the online softmax, at the grain of a tile.
 
-use crate::common::Noise;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use tilewise_core::observe::{Finish, Step};
@@ -10,6 +9,7 @@ use tilewise_core::{
     BlockSizes, Element, Float, Inputs, Judge, Observer, OnlineSoftmax, Options, Problem,
     RowSample, TensorView, TensorViewMut,
 };
+use tilewise_testkit::Noise;
 
 /// One head: sizes, options, and where the keys are cut.
 #[derive(Clone, Debug)]

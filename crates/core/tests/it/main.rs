@@ -1,6 +1,5 @@
 //! tilewise-core from outside: the definition, the laws, the schedules.
 
-mod common;
 mod gradients;
 mod io_model;
 mod laws;

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::{Case, Sequences, case};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use tilewise_core::half::bf16;
@@ -12,6 +11,7 @@ use tilewise_core::{
     Algorithm, BlockSizes, Element, Float, Inputs, Live, Observer, Options, Problem, TensorView,
     TensorViewMut,
 };
+use tilewise_testkit::{Case, Sequences, Sizes, case};
 
 /// Counts everything.
 #[derive(Default)]
@@ -188,11 +188,10 @@ fn check_dense<T: Element>(case: &Case) -> TestCaseResult {
 
 proptest! {
     #[test]
-    fn dense_traffic_is_as_the_papers_count_it(case in case()) {
+    fn dense_traffic_is_as_the_papers_count_it(case in case(&Sizes::tiny())) {
         let case = Case {
             sequences: Sequences::Dense,
-            causal: false,
-            window: (None, None),
+            options: Options::new(),
             bias: None,
             mask: None,
             ..case
@@ -203,7 +202,7 @@ proptest! {
 
     /// Every tile is stepped over once or skipped once, and only those with no live key are skipped.
     #[test]
-    fn tiles_are_visited_once(case in case()) {
+    fn tiles_are_visited_once(case in case(&Sizes::tiny())) {
         let data = case.data::<f32>();
         let (problem, inputs) = (data.problem(), data.inputs());
         for algorithm in [Algorithm::Fa1, Algorithm::Fa2] {
