@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
     Algorithm, Backend, BackwardInputs, BackwardReport, Element, Error, ForwardReport, Gradients,
-    GradientsMut, Inputs, Options, Problem, Result, RunningState, TensorViewMut,
+    GradientsMut, Inputs, Options, Problem, Result, RunningState, TensorViewMut, allocate,
 };
 
 use crate::backends::{known, open, reason};
@@ -319,24 +319,4 @@ impl Engine {
         let (_, backend, _) = self.choose(problem, Algorithm::Auto)?;
         backend.begin(problem)
     }
-}
-
-/// A vector for a tensor, refused when its size cannot be counted or had.
-fn allocate<T: Copy>(shape: &[usize], tensor: &str, fill: T) -> Result<Vec<T>> {
-    let bytes = shape
-        .iter()
-        .try_fold(size_of::<T>(), |product, &dim| product.checked_mul(dim));
-    let refusal = |bytes: u64| Error::OutOfMemory {
-        backend: "host".into(),
-        what: tensor.into(),
-        bytes,
-    };
-    let bytes = bytes.ok_or_else(|| refusal(u64::MAX))?;
-    let len = bytes / size_of::<T>();
-    let mut memory = Vec::new();
-    memory
-        .try_reserve_exact(len)
-        .map_err(|_| refusal(bytes as u64))?;
-    memory.resize(len, fill);
-    Ok(memory)
 }

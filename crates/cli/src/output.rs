@@ -1,6 +1,7 @@
 //! Memory that results are written to.
 
-use tilewise::{Dims, Element, Error, Problem, Result, TensorView, TensorViewMut};
+use tilewise::core::allocate;
+use tilewise::{Dims, Element, Problem, Result, TensorView, TensorViewMut};
 
 /// out and lse of one problem.
 pub(crate) struct Outputs<T> {
@@ -16,8 +17,8 @@ impl<T: Element> Outputs<T> {
         let dims = *problem.dims();
         Ok(Outputs {
             dims,
-            out: filled("out", &dims.out_shape())?,
-            lse: filled("lse", &dims.lse_shape())?,
+            out: allocate(&dims.out_shape(), "out", T::default())?,
+            lse: allocate(&dims.lse_shape(), "lse", 0.0)?,
         })
     }
 
@@ -42,22 +43,4 @@ impl<T: Element> Outputs<T> {
         let [b, h, s] = self.dims.lse_shape();
         TensorView::bhsd(&self.lse, [b, h, s, 1])
     }
-}
-
-fn filled<T: Element>(tensor: &str, shape: &[usize]) -> Result<Vec<T>> {
-    let refusal = |bytes| Error::OutOfMemory {
-        backend: "host".into(),
-        what: tensor.into(),
-        bytes,
-    };
-    let count = shape
-        .iter()
-        .try_fold(1usize, |n, &size| n.checked_mul(size))
-        .ok_or_else(|| refusal(u64::MAX))?;
-    let mut values = Vec::new();
-    values
-        .try_reserve_exact(count)
-        .map_err(|_| refusal(count.saturating_mul(T::DTYPE.size()) as u64))?;
-    values.resize(count, T::default());
-    Ok(values)
 }

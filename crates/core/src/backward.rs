@@ -16,6 +16,7 @@
 use half::{bf16, f16};
 
 use crate::algorithm::Algorithm;
+use crate::allocate::allocate;
 use crate::any::AnyInputs;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
@@ -187,7 +188,7 @@ impl<T: Element> Gradients<T> {
             problem.dv_shape(),
             bias,
         ];
-        let tensor = |n: usize, name: &'static str| allocate(shapes[n], name, T::from_f64(fill));
+        let tensor = |n: usize, name: &'static str| allocate(&shapes[n], name, T::from_f64(fill));
         Ok(Gradients {
             dq: tensor(0, "dq")?,
             dk: tensor(1, "dk")?,
@@ -222,26 +223,6 @@ impl<T: Element> Gradients<T> {
             },
             dsinks: self.dsinks.as_deref_mut(),
         })
-    }
-}
-
-fn allocate<T: Copy>(shape: [usize; 4], what: &'static str, fill: T) -> Result<Vec<T>> {
-    let len = shape
-        .into_iter()
-        .try_fold(1usize, |len, size| len.checked_mul(size));
-    let mut memory = Vec::new();
-    match len {
-        Some(len) if memory.try_reserve_exact(len).is_ok() => {
-            memory.resize(len, fill);
-            Ok(memory)
-        }
-        _ => Err(Error::OutOfMemory {
-            backend: "host".into(),
-            what: what.into(),
-            bytes: shape.iter().fold(size_of::<T>() as u64, |n, &size| {
-                n.saturating_mul(size as u64)
-            }),
-        }),
     }
 }
 

@@ -16,6 +16,7 @@
 //! Positions count within the sequence, which is the batch entry unless sequences are packed: a packed
 //! batch drops what the same sequences padded drop. A weight is dropped if its word is below p · 2³².
 
+use crate::allocate::allocate;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::inputs::Inputs;
@@ -153,18 +154,8 @@ pub fn keep_mask<T: Element>(problem: &Problem, inputs: &Inputs<'_, T>) -> Resul
     };
     let dims = problem.dims();
     let (rows, keys) = (dims.seqlen_q, dims.seqlen_k);
-    let len = [dims.batch, dims.num_heads, rows, keys]
-        .into_iter()
-        .try_fold(1usize, |len, size| len.checked_mul(size));
-    let mut mask = Vec::new();
-    let (Some(len), true) = (len, len.is_some_and(|n| mask.try_reserve_exact(n).is_ok())) else {
-        return Err(Error::OutOfMemory {
-            backend: "tilewise".into(),
-            what: "the dropout mask".into(),
-            bytes: len.map_or(u64::MAX, |len| len as u64),
-        });
-    };
-    mask.resize(len, 0u8);
+    let shape = [dims.batch, dims.num_heads, rows, keys];
+    let mut mask = allocate(&shape, "the dropout mask", 0u8)?;
     for (number, sequence) in problem.sequences().iter().enumerate() {
         for head in 0..dims.num_heads {
             let philox = dropout.philox(number, head, dims.num_heads);

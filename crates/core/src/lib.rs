@@ -12,6 +12,7 @@
 
 pub mod algorithm;
 pub mod alibi;
+mod allocate;
 pub mod any;
 pub mod backend;
 pub mod backward;
@@ -36,6 +37,7 @@ pub mod view;
 
 pub use algorithm::Algorithm;
 pub use alibi::alibi_slopes;
+pub use allocate::allocate;
 pub use any::{AnyInputs, AnyTensor, AnyTensorMut};
 pub use backend::{AnyKeyBlock, Backend, BackendInfo, ForwardReport, RunningState};
 pub use backward::{

@@ -1,7 +1,8 @@
 //! Keys and values in pages, gathered into contiguous tensors.
 
+use crate::allocate::allocate;
 use crate::dtype::Element;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::inputs::Inputs;
 use crate::problem::Problem;
 use crate::view::TensorView;
@@ -29,7 +30,7 @@ struct Contiguous<T> {
 /// copy has seqlen_k = the longest used length.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if the copy cannot be had: sequences may share pages, so it can be larger
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy cannot be had: sequences may share pages, so it can be larger
 /// than the pages are.
 pub fn gather<T: Element>(problem: &Problem, inputs: &Inputs<'_, T>) -> Result<Gathered<T>> {
     if inputs.block_table.is_none() {
@@ -70,21 +71,8 @@ fn gather_one<T: Element>(
     };
     let page_size = pages.shape()[2];
     let [_, heads, longest, width] = shape;
-    let len = shape
-        .into_iter()
-        .try_fold(1usize, |len, size| len.checked_mul(size));
-    let mut copy = Vec::new();
-    let reserved = len.is_some_and(|len| copy.try_reserve_exact(len).is_ok());
-    let (Some(len), true) = (len, reserved) else {
-        return Err(Error::OutOfMemory {
-            backend: "tilewise".into(),
-            what: "keys and values gathered from pages".into(),
-            bytes: shape.iter().fold(size_of::<T>() as u64, |n, &size| {
-                n.saturating_mul(size as u64)
-            }),
-        });
-    };
-    copy.resize(len, T::default());
+    let what = "keys and values gathered from pages";
+    let mut copy = allocate(&shape, what, T::default())?;
     if width == 0 {
         return Ok(copy);
     }
@@ -127,6 +115,14 @@ impl<T: Element> Gathered<T> {
         inputs.keep_mask = original.keep_mask.map(|mask| cut(mask, longest));
         inputs.block_table = None;
         inputs
+    }
+
+    /// [`problem`](Self::problem) and [`inputs`](Self::inputs).
+    ///
+    /// # Panics
+    /// As `inputs`.
+    pub fn posed<'a>(&'a self, original: &Inputs<'a, T>) -> (&'a Problem, Inputs<'a, T>) {
+        (&self.problem, self.inputs(original))
     }
 }
 

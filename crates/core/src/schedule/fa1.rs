@@ -13,7 +13,7 @@
 //! takes sinks in and writes out and lse in the types of the call.
 
 use super::head::{Chip, for_each_head};
-use super::{BlockSizes, Outputs, blocks, prepare, transfer};
+use super::{BlockSizes, blocks, prepare, transfer};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
 use crate::inputs::Inputs;
@@ -52,10 +52,8 @@ pub fn forward<T: Element>(
     out: TensorViewMut<'_, T>,
     lse: Option<TensorViewMut<'_, f32>>,
 ) -> Result<()> {
-    let mut outputs = Outputs { out, lse };
-    let gathered = prepare(problem, inputs, &mut outputs)?;
-    let (problem, inputs) = (gathered.problem(), gathered.inputs(inputs));
-    outputs.clear_rows_of_no_sequence(problem);
+    let (gathered, mut outputs) = prepare(problem, inputs, out, lse)?;
+    let (problem, inputs) = gathered.posed(inputs);
     let math = TileMath::<T::Acc>::new();
     let mut chip = Chip::<T>::default();
     let mut workspace = Workspace::new(problem.dims().head_dim_v);

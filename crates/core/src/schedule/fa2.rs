@@ -5,7 +5,7 @@
 //! no live key are passed over, and only tiles on an edge test their elements (section 3.1.1).
 
 use super::head::{Chip, for_each_head};
-use super::{BlockSizes, Outputs, blocks, prepare};
+use super::{BlockSizes, blocks, prepare};
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::inputs::Inputs;
@@ -31,10 +31,8 @@ pub fn forward<T: Element>(
     out: TensorViewMut<'_, T>,
     lse: Option<TensorViewMut<'_, f32>>,
 ) -> Result<()> {
-    let mut outputs = Outputs { out, lse };
-    let gathered = prepare(problem, inputs, &mut outputs)?;
-    let (problem, inputs) = (gathered.problem(), gathered.inputs(inputs));
-    outputs.clear_rows_of_no_sequence(problem);
+    let (gathered, mut outputs) = prepare(problem, inputs, out, lse)?;
+    let (problem, inputs) = gathered.posed(inputs);
     let math = TileMath::<T::Acc>::new();
     let width = problem.dims().head_dim_v;
     let mut chip = Chip::<T>::default();

@@ -136,12 +136,15 @@ fn blocks(n: usize, size: usize) -> impl Iterator<Item = (usize, Range<usize>)> 
         .enumerate()
 }
 
-/// Checks the call and gathers pages.
-fn prepare<T: Element>(
+/// What every schedule begins with: checks the call, gathers pages, and gives rows that belong to no
+/// sequence their results.
+fn prepare<'o, T: Element>(
     problem: &Problem,
     inputs: &Inputs<'_, T>,
-    outputs: &mut Outputs<'_, T>,
-) -> Result<Gathered<T>> {
+    out: TensorViewMut<'o, T>,
+    lse: Option<TensorViewMut<'o, f32>>,
+) -> Result<(Gathered<T>, Outputs<'o, T>)> {
+    let mut outputs = Outputs { out, lse };
     if Problem::new(inputs, problem.options())? != *problem {
         return Err(Error::shape(
             "problem",
@@ -154,7 +157,9 @@ fn prepare<T: Element>(
         &T::erase_mut(outputs.out.reborrow()),
         outputs.lse.as_ref(),
     )?;
-    gather(problem, inputs)
+    let gathered = gather(problem, inputs)?;
+    outputs.clear_rows_of_no_sequence(gathered.problem());
+    Ok((gathered, outputs))
 }
 
 /// Where results go.

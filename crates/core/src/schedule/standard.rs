@@ -3,9 +3,10 @@
 //! head, whatever the mask hides.
 
 use super::head::{Chip, for_each_head};
-use super::{BlockSizes, Outputs, blocks, prepare, transfer};
+use super::{BlockSizes, blocks, prepare, transfer};
+use crate::allocate::allocate;
 use crate::dtype::{Element, Float};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::inputs::Inputs;
 use crate::observe::{Observer, Operation, Tensor, Weights};
 use crate::problem::Problem;
@@ -18,7 +19,7 @@ use crate::view::TensorViewMut;
 /// Shapes, every element written, and errors are those of [`fa2::forward`](super::fa2::forward).
 ///
 /// # Errors
-/// Besides those: [`Error::OutOfMemory`] if S and P cannot be had.
+/// Besides those: [`Error::OutOfMemory`](crate::Error::OutOfMemory) if S and P cannot be had.
 pub fn forward<T: Element>(
     problem: &Problem,
     inputs: &Inputs<'_, T>,
@@ -27,10 +28,8 @@ pub fn forward<T: Element>(
     out: TensorViewMut<'_, T>,
     lse: Option<TensorViewMut<'_, f32>>,
 ) -> Result<()> {
-    let mut outputs = Outputs { out, lse };
-    let gathered = prepare(problem, inputs, &mut outputs)?;
-    let (problem, inputs) = (gathered.problem(), gathered.inputs(inputs));
-    outputs.clear_rows_of_no_sequence(problem);
+    let (gathered, mut outputs) = prepare(problem, inputs, out, lse)?;
+    let (problem, inputs) = gathered.posed(inputs);
     let width = problem.dims().head_dim_v;
     let mut chip = Chip::<T>::default();
     let mut tile_scores = Vec::new();
@@ -166,18 +165,5 @@ fn add_values<F: Float>(p: &[F], kept: impl Fn(usize) -> Option<F>, v: &[F], out
 
 /// A matrix of zeros in slow memory.
 pub(super) fn matrix<F: Float>(rows: usize, columns: usize) -> Result<Vec<F>> {
-    let mut matrix = Vec::new();
-    match rows.checked_mul(columns) {
-        Some(len) if matrix.try_reserve_exact(len).is_ok() => {
-            matrix.resize(len, F::zero());
-            Ok(matrix)
-        }
-        _ => Err(Error::OutOfMemory {
-            backend: "tilewise".into(),
-            what: "the scores of one head".into(),
-            bytes: (size_of::<F>() as u64)
-                .saturating_mul(rows as u64)
-                .saturating_mul(columns as u64),
-        }),
-    }
+    allocate(&[rows, columns], "the scores of one head", F::zero())
 }

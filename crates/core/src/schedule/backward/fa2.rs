@@ -67,7 +67,7 @@ pub(super) fn tiled<T: Element, S: Copy>(
     delta_once: bool,
 ) -> Result<()> {
     let gathered = prepare(problem, inputs, &mut gradients)?;
-    let (problem, given) = (gathered.problem(), gathered.inputs(&inputs.inputs));
+    let (problem, given) = gathered.posed(&inputs.inputs);
     let mut shared = Shared::new(problem, &given, &gradients);
     let (d, dv) = (problem.dims().head_dim, problem.dims().head_dim_v);
     let zero = T::Acc::default();

@@ -33,7 +33,7 @@ impl<F: Float> RowStatistics<F> {
         observer: &mut impl Observer,
     ) -> Result<Self> {
         let gathered = gather(problem, inputs)?;
-        let (problem, inputs) = (gathered.problem(), gathered.inputs(inputs));
+        let (problem, inputs) = gathered.posed(inputs);
         let [batch, heads, seqlen_q] = problem.dims().lse_shape();
         let rows = batch * heads * seqlen_q;
         let mut statistics = RowStatistics {
