@@ -43,9 +43,27 @@ fn the_whole_output() {
 }
 
 #[test]
+fn the_whole_output_backward() {
+    let args = ["--blocks", "32x48", "--dtype", "bf16", "--backward"];
+    let text = stdout(&[&SMALL[..], &args].concat(), 0);
+    insta::assert_snapshot!(text);
+}
+
+#[test]
 fn counts_are_the_formulas_on_shapes_and_options() {
     for extra in [
         &["--dtype", "f64"][..],
+        &["--backward"],
+        &[
+            "--backward",
+            "--dtype",
+            "f16",
+            "--softcap",
+            "3",
+            "--blocks",
+            "16x32",
+        ],
+        &["--backward", "--window-left", "20", "--memory", "16KiB"],
         &["--dtype", "f16", "--chip", "h200"],
         &["--memory", "16KiB", "--alignment", "top-left"],
         &[
@@ -67,9 +85,12 @@ fn counts_are_the_formulas_on_shapes_and_options() {
 #[test]
 fn counts_are_the_formulas_on_files() {
     for file in [REAL, PACKED] {
-        let report = json(&["io", file, "--blocks", "32x32"], 0);
-        assert_agrees(&report, "all");
-        assert_eq!(report["inputs"][0], file);
+        for pass in [&[][..], &["--backward"]] {
+            let args = [&["io", file, "--blocks", "64x64"], pass].concat();
+            let report = json(&args, 0);
+            assert_agrees(&report, "all");
+            assert_eq!(report["inputs"][0], file);
+        }
     }
     let folder = Folder::new();
     let path = folder.file("mask.safetensors");
@@ -97,6 +118,8 @@ fn one_head_stands_for_all_where_all_take_too_long_and_nothing_is_counted_where_
     let args =
         |limit: &'static str| [&SMALL[..], &["--causal=false", "--count-limit", limit]].concat();
     assert_agrees(&json(&args("1e6"), 0), "one head");
+    let group = [&args("4e6")[..], &["--backward"]].concat();
+    assert_agrees(&json(&group, 0), "one head");
     let report = json(&args("1e4"), 0);
     for traffic in report["algorithms"].as_array().unwrap() {
         assert_eq!(traffic["agrees"], Value::Null);
@@ -134,6 +157,30 @@ fn equal_tiles_give_three_to_two_and_own_tiles_reverse_it() {
     });
     assert!(elements[0] < elements[1], "{elements:?}");
     assert!(bytes(traffic(&report, "standard")) > 5.0 * bytes(own[1]));
+}
+
+/// Backward FA1 and FA2 move the same but for O, which FA1 reads in every tile, and what FA2 keeps
+/// for it: dP and dS never leave the chip in either.
+#[test]
+fn backward_fa2_reads_out_once() {
+    let shape = ["io", "--shape", "sq=2048,d=64", "--count-limit", "1"];
+    let report = json(
+        &[&shape[..], &["--blocks", "64x64", "--backward"]].concat(),
+        0,
+    );
+    let read = |algorithm, tensor| {
+        let lines = traffic(&report, algorithm)["tensors"].as_array().unwrap();
+        let line = lines.iter().find(|line| line["tensor"] == tensor);
+        line.map_or(0, |line| line["read"]["formula"].as_u64().unwrap())
+    };
+    assert_eq!(read("fa1", "out"), 32 * read("fa2", "out"));
+    assert_eq!(read("fa1", "dQ"), read("fa2", "dQ"));
+    for tensor in ["S", "P", "dP", "dS"] {
+        assert_eq!((read("fa1", tensor), read("fa2", tensor)), (0, 0));
+        assert!(read("standard", tensor) >= 2048 * 2048);
+    }
+    let terms = |algorithm| traffic(&report, algorithm)["work"]["delta_terms"].as_u64();
+    assert_eq!(terms("fa1").unwrap(), 32 * terms("fa2").unwrap());
 }
 
 #[test]

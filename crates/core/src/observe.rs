@@ -46,23 +46,35 @@ pub enum Tensor {
     DLse,
     /// rowsum(dO ∘ O) − dlse, in the accumulator type.
     Delta,
+    /// The slope of the softcap at every score, of [`standard`](crate::schedule::standard) only, in the
+    /// accumulator type as the next two.
+    Slope,
     /// Gradient of P, of [`standard`](crate::schedule::standard) only.
     DP,
     /// Gradient of S, of [`standard`](crate::schedule::standard) only.
     DS,
-    /// Gradient of q: in the accumulator type while it is summed up, then in the inputs' dtype.
+    /// Gradient of q while it is summed up, in the accumulator type as the next three.
+    DQSum,
+    /// Gradient of k while it is summed up over the query heads that share a head, of
+    /// [`standard`](crate::schedule::standard) only.
+    DKSum,
+    /// Gradient of v likewise.
+    DVSum,
+    /// Gradient of the bias while it is summed up.
+    DBiasSum,
+    /// Gradient of q, in the inputs' dtype as the next three.
     DQ,
     /// Gradient of k.
     DK,
     /// Gradient of v.
     DV,
-    /// Gradient of the bias, in the accumulator type.
+    /// Gradient of the bias.
     DBias,
 }
 
 impl Tensor {
     /// Every tensor, in the order of the enum.
-    pub const ALL: [Tensor; 22] = [
+    pub const ALL: [Tensor; 27] = [
         Tensor::Q,
         Tensor::K,
         Tensor::V,
@@ -79,8 +91,13 @@ impl Tensor {
         Tensor::DOut,
         Tensor::DLse,
         Tensor::Delta,
+        Tensor::Slope,
         Tensor::DP,
         Tensor::DS,
+        Tensor::DQSum,
+        Tensor::DKSum,
+        Tensor::DVSum,
+        Tensor::DBiasSum,
         Tensor::DQ,
         Tensor::DK,
         Tensor::DV,
@@ -108,6 +125,11 @@ impl Tensor {
             Tensor::Delta => "delta",
             Tensor::DP => "dP",
             Tensor::DS => "dS",
+            Tensor::Slope => "slope",
+            Tensor::DQSum => "dQ",
+            Tensor::DKSum => "dK",
+            Tensor::DVSum => "dV",
+            Tensor::DBiasSum => "dBias",
             Tensor::DQ => "dq",
             Tensor::DK => "dk",
             Tensor::DV => "dv",
@@ -175,6 +197,10 @@ pub enum Operation {
     Rescale,
     /// A division of an element of O or P by ℓ.
     Divide,
+    /// An element of dS = P ∘ (dP − Δ).
+    ScoreGradient,
+    /// A term of Δ = rowsum(dO ∘ O), or of rowsum(P ∘ dP), which is the same.
+    DeltaTerm,
 }
 
 /// A row of P, made of a row of S ([`standard`](crate::schedule::standard)): safe softmax.
@@ -237,17 +263,61 @@ pub struct Finish<'a, F> {
     pub lse: &'a [F],
 }
 
-/// A tile of a backward schedule, made again.
+/// A tile of a backward schedule, made again (FA1, FA2).
 #[derive(Clone, Copy, Debug)]
 pub struct BackwardStep<'a, F> {
     /// Where.
     pub tile: &'a Tile,
+    /// S, −∞ where a key is hidden. `[rows, keys]`.
+    pub s: &'a [F],
     /// P, 0 where a key is hidden. `[rows, keys]`.
     pub p: &'a [F],
+    /// dP = dO Vᵀ, times dropout's factors. `[rows, keys]`.
+    pub dp: &'a [F],
     /// dS, of the final scores. `[rows, keys]`.
     pub ds: &'a [F],
+    /// What P is made from, a pair of each row: FA1's m and ℓ. FA2: L, and 1.
+    pub statistics: &'a [(F, F)],
     /// Δ of the rows.
     pub delta: &'a [F],
+    /// dQ of the rows, this tile's share included. `[rows, head_dim]`.
+    pub dq: &'a [F],
+    /// dK of the keys so far. `[keys, head_dim]`.
+    pub dk: &'a [F],
+    /// dV of the keys so far. `[keys, head_dim_v]`.
+    pub dv: &'a [F],
+}
+
+/// A row of S, P, dP and dS of [`standard`](crate::schedule::standard)'s backward pass.
+#[derive(Clone, Copy, Debug)]
+pub struct GradientRow<'a, F> {
+    /// Position in [`Problem::sequences`](crate::Problem::sequences).
+    pub sequence: usize,
+    /// Query head.
+    pub head: usize,
+    /// The row, within the sequence.
+    pub row: usize,
+    /// P, `[keys]`: −0 where a key is hidden.
+    pub p: &'a [F],
+    /// dS, `[keys]`.
+    pub ds: &'a [F],
+    /// Δ.
+    pub delta: F,
+}
+
+/// A block of rows of dQ, or of keys of dK and dV, that is done, before it is rounded to the dtype.
+#[derive(Clone, Debug)]
+pub struct GradientFinish<'a, F> {
+    /// Which tensor: [`Tensor::DQ`], [`Tensor::DK`] or [`Tensor::DV`].
+    pub tensor: Tensor,
+    /// Position in [`Problem::sequences`](crate::Problem::sequences).
+    pub sequence: usize,
+    /// Its head: a query head for dQ, a head of k and v otherwise.
+    pub head: usize,
+    /// The rows or keys, within the sequence.
+    pub rows: Range<usize>,
+    /// `[rows, head_dim]`, or `[rows, head_dim_v]`.
+    pub values: &'a [F],
 }
 
 /// Sees what a schedule does. Every method does nothing unless it is overridden, so that an
@@ -268,12 +338,12 @@ pub trait Observer {
         let _ = tile;
     }
 
-    /// A product was computed in a tile: first S = q kᵀ, then P v.
+    /// A product was computed in a tile: first S = q kᵀ, then P v; backward S, dV, dP, dQ and dK.
     fn product(&mut self, tile: &Tile, product: Product) {
         let _ = (tile, product);
     }
 
-    /// The scores of a tile are in fast memory: S, `[rows, keys]`, after scale, softcap and bias,
+    /// The scores of a tile are in fast memory (forward): S, `[rows, keys]`, after scale, softcap and bias,
     /// −∞ where a key is hidden. In [`fa1`](crate::schedule::fa1) and
     /// [`fa2`](crate::schedule::fa2) they leave it no more.
     fn scores<F: Float>(&mut self, tile: &Tile, scores: &[F]) {
@@ -298,6 +368,16 @@ pub trait Observer {
     /// A tile has given its share of dQ, dK and dV (backward).
     fn backward_step<F: Float>(&mut self, step: &BackwardStep<'_, F>) {
         let _ = step;
+    }
+
+    /// A row of dP became a row of dS ([`standard`](crate::schedule::standard), backward).
+    fn gradient_row<F: Float>(&mut self, row: &GradientRow<'_, F>) {
+        let _ = row;
+    }
+
+    /// A block of dQ, dK or dV is done (backward).
+    fn gradient_finish<F: Float>(&mut self, finish: &GradientFinish<'_, F>) {
+        let _ = finish;
     }
 
     /// A block of rows is done.

@@ -6,6 +6,7 @@ use tilewise::core::observe::Tensor;
 use tilewise::core::schedule::BlockSizes;
 use tilewise::{Algorithm, Problem};
 
+use super::pass::Pass;
 use super::watch::Counted;
 use crate::ui::{self, significant};
 
@@ -36,7 +37,10 @@ struct Per {
     k: f64,
     v: f64,
     o: f64,
+    /// k and v as they are, not as each query head reads them.
+    kv: (f64, f64),
     rows: f64,
+    pairs: f64,
 }
 
 impl Per {
@@ -53,7 +57,17 @@ impl Per {
             k: keys * dims.head_dim as f64,
             v: keys * dims.head_dim_v as f64,
             o: rows * dims.head_dim_v as f64,
+            kv: (
+                keys / dims.group() as f64 * dims.head_dim as f64,
+                keys / dims.group() as f64 * dims.head_dim_v as f64,
+            ),
             rows,
+            pairs: heads
+                * problem
+                    .sequences()
+                    .iter()
+                    .map(|s| s.seqlen_q as f64 * s.seqlen_k as f64)
+                    .sum::<f64>(),
         }
     }
 }
@@ -63,115 +77,260 @@ fn share(x: u128, of: f64) -> f64 {
 }
 
 impl Comparison {
-    pub(super) fn new(problem: &Problem, runs: &[Run]) -> Comparison {
+    pub(super) fn new(pass: Pass, problem: &Problem, runs: &[Run]) -> Comparison {
         let both: Vec<&Run> = runs
             .iter()
             .filter(|run| run.0 != Algorithm::Standard)
             .collect();
+        let mut table = Table {
+            both: [both[0], both[1]],
+            rows: Vec::new(),
+        };
         let per = Per::new(problem);
-        let io = |run: &Run| {
-            run.3
-                .as_ref()
-                .map_or_else(|| run.2.clone(), |c| c.io.clone())
-        };
-        let mut rows = Vec::new();
-        let mut words = |what, countable, of: &dyn Fn(&Run) -> String| {
-            rows.push(Row {
-                what,
-                fa1: of(both[0]),
-                fa2: of(both[1]),
-                figures: None,
-                countable,
-            });
-        };
-        words("loop order", true, &|run| loop_order(run));
-        words("rows × keys a block", false, &|run| {
+        table.words("loop order", true, loop_order);
+        table.words("rows × keys a block", false, |run| {
             format!("{} × {}", run.1.rows(), run.1.keys())
         });
-        let mut times = |what, of: &dyn Fn(&Run) -> f64| {
-            let figures = [of(both[0]), of(both[1])];
-            let text = |x: f64| format!("{}×", short(x));
-            rows.push(Row {
-                what,
-                fa1: text(figures[0]),
-                fa2: text(figures[1]),
-                figures: Some(figures),
-                countable: true,
-            });
-        };
-        let loaded = |run: &Run, tensor| io(run).count(tensor).map_or(0, |c| c.loaded);
-        let stored = |run: &Run, tensor| io(run).count(tensor).map_or(0, |c| c.stored);
-        times("reads of an element of q", &|run| {
-            share(loaded(run, Tensor::Q), per.q)
-        });
-        times("reads of one of k, a query head", &|run| {
-            share(loaded(run, Tensor::K), per.k)
-        });
-        times("reads of one of v, a query head", &|run| {
-            share(loaded(run, Tensor::V), per.v)
-        });
-        times("reads of an element of O", &|run| {
-            share(loaded(run, Tensor::O), per.o)
-        });
-        times("writes of one of O, out included", &|run| {
-            share(stored(run, Tensor::O) + stored(run, Tensor::Out), per.o)
-        });
-        times("statistics read, a row", &|run| {
-            share(loaded(run, Tensor::M) + loaded(run, Tensor::L), per.rows)
-        });
-        times("statistics written, a row", &|run| {
-            let all = [Tensor::M, Tensor::L, Tensor::Lse];
-            share(all.map(|t| stored(run, t)).iter().sum(), per.rows)
-        });
-        let dv = problem.dims().head_dim_v as f64;
-        times("operations an element of O", &|run| {
-            let work = io(run).work;
-            share(work.rescales + work.divisions, per.o)
-        });
-        let mut figure = |what, of: &dyn Fn(&Run) -> (f64, String)| {
-            let (a, b) = (of(both[0]), of(both[1]));
-            rows.push(Row {
-                what,
-                fa1: a.1,
-                fa2: b.1,
-                figures: Some([a.0, b.0]),
-                countable: true,
-            });
-        };
-        figure("rescale factors, a row and block", &|run| factors(run));
-        figure("units of parallel work", &|run| parallel(problem, run));
-        figure("extra memory of a call", &|run| {
-            let size = problem.dtype().accumulator().size() as f64;
-            let bytes = match run.0 {
-                Algorithm::Fa1 => per.rows * (dv + 2.0) * size,
-                _ => 0.0,
-            };
-            let text = match run.0 {
-                Algorithm::Fa1 => format!("{}: O, l and m", ui::bytes(bytes as u64)),
-                _ => "none".into(),
-            };
-            (bytes, text)
-        });
-        let mut fact = |what, fa1: &str, fa2: &str| {
-            rows.push(Row {
-                what,
-                fa1: fa1.into(),
-                fa2: fa2.into(),
-                figures: None,
-                countable: false,
-            });
-        };
-        fact("statistics kept", "l and m", "L = m + ln l");
-        fact(
-            "split over warps",
-            "keys: results added up",
-            "rows: nothing to add",
-        );
+        match pass {
+            Pass::Forward => forward(&mut table, problem, &per),
+            Pass::Backward => backward(&mut table, problem, &per),
+        }
         Comparison {
             from_a_run: both.iter().all(|run| run.3.is_some()),
-            rows,
+            rows: table.rows,
         }
     }
+}
+
+/// Rows as they are added.
+struct Table<'a> {
+    both: [&'a Run; 2],
+    rows: Vec<Row>,
+}
+
+impl Table<'_> {
+    fn words(&mut self, what: &'static str, countable: bool, of: impl Fn(&Run) -> String) {
+        let [fa1, fa2] = self.both.map(of);
+        self.rows.push(Row {
+            what,
+            fa1,
+            fa2,
+            figures: None,
+            countable,
+        });
+    }
+
+    fn figure(&mut self, what: &'static str, of: impl Fn(&Run) -> (f64, String)) {
+        let [fa1, fa2] = self.both.map(of);
+        self.rows.push(Row {
+            what,
+            figures: Some([fa1.0, fa2.0]),
+            fa1: fa1.1,
+            fa2: fa2.1,
+            countable: true,
+        });
+    }
+
+    /// So many times what it is relative to.
+    fn times(&mut self, what: &'static str, of: impl Fn(&Io) -> u128, relative: f64) {
+        self.figure(what, |run| {
+            let times = share(of(io(run)), relative);
+            (times, format!("{}×", short(times)))
+        });
+    }
+
+    fn fact(&mut self, what: &'static str, fa1: &str, fa2: &str) {
+        self.rows.push(Row {
+            what,
+            fa1: fa1.into(),
+            fa2: fa2.into(),
+            figures: None,
+            countable: false,
+        });
+    }
+}
+
+/// What was counted, or the formula where nothing was.
+fn io(run: &Run) -> &Io {
+    run.3.as_ref().map_or(&run.2, |counted| &counted.io)
+}
+
+fn loaded(io: &Io, tensors: &[Tensor]) -> u128 {
+    let of = |&tensor| io.count(tensor).map_or(0, |count| count.loaded);
+    tensors.iter().map(of).sum()
+}
+
+fn stored(io: &Io, tensors: &[Tensor]) -> u128 {
+    let of = |&tensor| io.count(tensor).map_or(0, |count| count.stored);
+    tensors.iter().map(of).sum()
+}
+
+fn forward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
+    table.times(
+        "reads of an element of q",
+        |io| loaded(io, &[Tensor::Q]),
+        per.q,
+    );
+    table.times(
+        "reads of one of k, a query head",
+        |io| loaded(io, &[Tensor::K]),
+        per.k,
+    );
+    table.times(
+        "reads of one of v, a query head",
+        |io| loaded(io, &[Tensor::V]),
+        per.v,
+    );
+    table.times(
+        "reads of an element of O",
+        |io| loaded(io, &[Tensor::O]),
+        per.o,
+    );
+    table.times(
+        "writes of one of O, out included",
+        |io| stored(io, &[Tensor::O, Tensor::Out]),
+        per.o,
+    );
+    let statistics = [Tensor::M, Tensor::L, Tensor::Lse];
+    table.times(
+        "statistics read, a row",
+        |io| loaded(io, &statistics),
+        per.rows,
+    );
+    table.times(
+        "statistics written, a row",
+        |io| stored(io, &statistics),
+        per.rows,
+    );
+    table.times(
+        "operations an element of O",
+        |io| io.work.rescales + io.work.divisions,
+        per.o,
+    );
+    table.figure("rescale factors, a row and block", factors);
+    table.figure("others a 1000 multiply-adds", others);
+    table.figure("units of parallel work", |run| {
+        let name = ["a head", "a block of rows"];
+        parallel(problem, Pass::Forward, run, name)
+    });
+    table.figure("extra memory of a call", |run| extra(run, "O, l and m"));
+    table.fact("statistics kept", "l and m", "L = m + ln l");
+    table.fact(
+        "split over warps",
+        "keys: results added up",
+        "rows: nothing to add",
+    );
+}
+
+fn backward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
+    table.times(
+        "reads of an element of q",
+        |io| loaded(io, &[Tensor::Q]),
+        per.q,
+    );
+    table.times(
+        "reads of one of dout",
+        |io| loaded(io, &[Tensor::DOut]),
+        per.o,
+    );
+    table.times(
+        "reads of one of out",
+        |io| loaded(io, &[Tensor::Out]),
+        per.o,
+    );
+    table.times("reads of one of k", |io| loaded(io, &[Tensor::K]), per.kv.0);
+    table.times("reads of one of v", |io| loaded(io, &[Tensor::V]), per.kv.1);
+    table.times(
+        "reads of an element of dQ",
+        |io| loaded(io, &[Tensor::DQSum]),
+        per.q,
+    );
+    table.times(
+        "writes of one of dQ, dq included",
+        |io| stored(io, &[Tensor::DQSum, Tensor::DQ]),
+        per.q,
+    );
+    table.times(
+        "writes of one of dk",
+        |io| stored(io, &[Tensor::DK]),
+        per.kv.0,
+    );
+    table.times(
+        "writes of one of dv",
+        |io| stored(io, &[Tensor::DV]),
+        per.kv.1,
+    );
+    let statistics = [Tensor::M, Tensor::L, Tensor::Lse, Tensor::Delta];
+    table.times(
+        "statistics read, a row",
+        |io| loaded(io, &statistics),
+        per.rows,
+    );
+    table.times(
+        "statistics written, a row",
+        |io| stored(io, &statistics),
+        per.rows,
+    );
+    table.times(
+        "exponentials, a pair of q and k",
+        |io| io.work.exps,
+        per.pairs,
+    );
+    table.times(
+        "divisions, a pair of q and k",
+        |io| io.work.divisions,
+        per.pairs,
+    );
+    table.times(
+        "terms of Δ, an element of O",
+        |io| io.work.delta_terms,
+        per.o,
+    );
+    table.figure("others a 1000 multiply-adds", others);
+    table.figure("units of parallel work", |run| {
+        let name = ["a head of k and v", "a block of keys"];
+        parallel(problem, Pass::Backward, run, name)
+    });
+    table.figure("extra memory of a call", |run| {
+        extra(
+            run,
+            if run.0 == Algorithm::Fa1 {
+                "dQ"
+            } else {
+                "dQ and Δ"
+            },
+        )
+    });
+    table.fact("P is made from", "l and m: e^(S-m) / l", "L: e^(S-L)");
+    table.fact("Δ is made", "in every tile", "once, before the loops");
+    table.fact(
+        "shares of dQ are added",
+        "one after another",
+        "atomically, or in turn",
+    );
+}
+
+/// Operations besides the products, for a thousand multiply-adds.
+fn others(run: &Run) -> (f64, String) {
+    let work = io(run).work;
+    let each = 1e3 * work.others() as f64 / (work.multiply_adds as f64).max(1.0);
+    (each, significant(Some(each)))
+}
+
+/// What was stored before the first tile of each head.
+fn extra(run: &Run, what: &str) -> (f64, String) {
+    let Some(counted) = &run.3 else {
+        return (f64::NAN, "not counted".into());
+    };
+    let bytes = u128::from(counted.watch.workspace) * counted.repeats;
+    let text = match bytes {
+        0 => "none".into(),
+        _ => format!(
+            "{}: {what}",
+            ui::bytes(u64::try_from(bytes).unwrap_or(u64::MAX))
+        ),
+    };
+    (bytes as f64, text)
 }
 
 /// What changed from one step to the next.
@@ -197,23 +356,23 @@ fn factors(run: &Run) -> (f64, String) {
     (each, format!("{}: {names}", short(each)))
 }
 
-/// Heads for FA1, whose rows wait for each other's keys; blocks of rows for FA2.
-fn parallel(problem: &Problem, run: &Run) -> (f64, String) {
-    let all = problem.sequences().len() as f64 * problem.dims().num_heads as f64;
+/// Heads for FA1, whose blocks wait for each other; for FA2 blocks of rows, backward blocks of keys.
+fn parallel(problem: &Problem, pass: Pass, run: &Run, [fa1, fa2]: [&str; 2]) -> (f64, String) {
     let Some(counted) = &run.3 else {
         return (f64::NAN, "not counted".into());
     };
-    let repeats = if counted.one_head { all } else { 1.0 };
-    match run.0 {
-        Algorithm::Fa1 => {
-            let units = repeats * counted.watch.heads as f64;
-            (units, format!("{units}: a head"))
-        }
-        _ => {
-            let units = repeats * counted.watch.finished as f64;
-            (units, format!("{units}: a block of rows"))
-        }
-    }
+    let (units, name) = match run.0 {
+        Algorithm::Fa1 => (counted.watch.heads, fa1),
+        _ => (counted.watch.finished, fa2),
+    };
+    let units = u128::from(units) * counted.repeats;
+    // A head of k and v is what was run backward, and dQ is finished once for each of its query heads.
+    let shared = match (pass, run.0) {
+        (Pass::Backward, Algorithm::Fa1) => problem.dims().group().max(1) as u128,
+        _ => 1,
+    };
+    let units = units / shared;
+    (units as f64, format!("{units}: {name}"))
 }
 
 /// Whole numbers as such.

@@ -189,11 +189,9 @@ fn cache_misses(_: impl FnOnce() -> Result<()> + Send) -> Result<Result<u64, Str
 
 fn gpu(backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
     match ncu::find() {
-        Some(ncu) => profile(&ncu, backend, algorithm, one),
-        None => {
-            one.how = "not measured: no ncu (NVIDIA Nsight Compute) on PATH, in CUDA_HOME or in \
-                       /opt/nvidia; TILEWISE_NCU names it"
-                .into();
+        Ok(ncu) => profile(&ncu, backend, algorithm, one),
+        Err(reason) => {
+            one.how = format!("not measured: {reason}");
             Ok(())
         }
     }
@@ -220,7 +218,12 @@ fn profile(ncu: &Path, backend: &str, algorithm: Algorithm, one: &mut Measured) 
                 Err(error) => error.to_string(),
                 Ok(_) => last_line(&text, &output.stderr),
             };
-            one.how = format!("not measured: {} gave no counts: {said}", ncu.display());
+            one.how = match ncu::explain(&said) {
+                Some(meaning) => {
+                    format!("not measured: {} says {said:?}: {meaning}", ncu.display())
+                }
+                None => format!("not measured: {} gave no counts: {said}", ncu.display()),
+            };
             return Ok(());
         }
     };

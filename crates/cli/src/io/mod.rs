@@ -5,6 +5,7 @@ mod compare;
 mod measure;
 mod model;
 mod ncu;
+mod pass;
 mod plot;
 mod table;
 mod watch;
@@ -26,6 +27,7 @@ use crate::shapes::{self, Shape};
 use crate::ui;
 use chip::Chip;
 use model::{Report, Source};
+use pass::Pass;
 
 /// Count the bytes that standard attention, FA1 and FA2 move between slow and fast memory
 ///
@@ -40,6 +42,7 @@ Examples:
   tilewise io                                                  # 8 heads of 1024 × 64 on an A100
   tilewise io --shape 1,32,8,2048,2048,128,causal --dtype bf16 --chip h100
   tilewise io --shape sq=1000,d=64 --blocks 64x64              # equal tiles: 3 to 2
+  tilewise io --backward                                       # the gradients' pass
   tilewise io testdata/minilm_layer5_s196.safetensors --chip cpu --svg traffic.svg")]
 pub(crate) struct IoArgs {
     /// Input files, as `compare` takes them, in place of --shape
@@ -49,6 +52,10 @@ pub(crate) struct IoArgs {
     /// Sizes: b,hq,hkv,sq,sk,d[,dv][,causal], or by name: sq=1000,d=64
     #[arg(long, visible_alias = "dims", value_parser = shapes::parse_one, default_value = "1,8,8,1024,1024,64")]
     shape: Shape,
+
+    /// The backward pass: what the gradients of q, k and v take
+    #[arg(long)]
+    backward: bool,
 
     #[command(flatten)]
     read: ReadArgs,
@@ -118,6 +125,14 @@ fn parse_blocks(text: &str) -> Result<BlockSizes, String> {
 }
 
 impl IoArgs {
+    fn pass(&self) -> Pass {
+        if self.backward {
+            Pass::Backward
+        } else {
+            Pass::Forward
+        }
+    }
+
     fn chip(&self) -> Result<Chip> {
         let mut chip = match self.memory {
             Some(bytes) => Chip::of_size(usize::try_from(bytes).context("--memory")?),
@@ -202,8 +217,10 @@ fn of_file<T: Element>(args: &IoArgs, loaded: &Loaded<T>) -> Result<Report> {
     let modifiers = Modifiers {
         bias: inputs.bias.as_ref().map(|bias| bias.shape()),
         mask: inputs.mask.as_ref().map(|mask| mask.shape()),
+        keep_mask: inputs.keep_mask.as_ref().map(|mask| mask.shape()),
     };
-    let count = |algorithm, sizes| watch::inputs(&problem, &inputs, algorithm, sizes);
+    let pass = args.pass();
+    let count = |algorithm, sizes| watch::inputs(pass, &problem, &inputs, algorithm, sizes);
     Report::new(
         args,
         &problem,

@@ -2,13 +2,14 @@
 
 use anyhow::Result;
 use serde::Serialize;
-use tilewise::core::io_model::{Io, Modifiers, fa2_block_sizes, io_lower_bound, paper_terms};
+use tilewise::core::io_model::{Io, Modifiers, fa2_block_sizes, io_lower_bound};
 use tilewise::core::observe::Tensor;
 use tilewise::core::schedule::{BlockSizes, fa1_block_sizes};
 use tilewise::{Algorithm, Problem};
 
 use super::compare::Comparison;
 use super::measure::Measured;
+use super::pass::Pass;
 use super::plot::Point;
 use super::watch::{self, Counted};
 use super::{Chip, IoArgs};
@@ -20,8 +21,11 @@ use crate::facts::ProblemFacts;
 pub(super) struct Report {
     pub(super) schema: u32,
     pub(super) inputs: Vec<String>,
+    pub(super) pass: Pass,
     pub(super) problem: ProblemFacts,
     pub(super) fast_memory: FastMemory,
+    /// S and P v; backward S, dV, dP, dQ and dK.
+    pub(super) products_a_tile: u128,
     pub(super) algorithms: Vec<Traffic>,
     /// N²d²/M in elements.
     pub(super) lower_bound_elements: f64,
@@ -56,7 +60,7 @@ pub(super) struct Traffic {
     pub(super) paper_bytes: u128,
     pub(super) paper_term: &'static str,
     pub(super) work: WorkFacts,
-    /// `all`, `one head`, or `none`: which heads were run to count.
+    /// `all`, `one head` (backward: of k and v, with its query heads), or `none`: which were run to count.
     pub(super) counted_heads: &'static str,
     /// Whether counts and formulas are equal; `null` if nothing was counted.
     pub(super) agrees: Option<bool>,
@@ -90,7 +94,10 @@ pub(super) struct WorkFacts {
     pub(super) exps: u128,
     pub(super) rescales: u128,
     pub(super) divisions: u128,
-    /// Exponentials, rescales and divisions for a thousand multiply-adds.
+    /// Elements of dS, and terms of the sums that Δ is (backward).
+    pub(super) score_gradients: u128,
+    pub(super) delta_terms: u128,
+    /// All operations besides the products, for a thousand multiply-adds.
     pub(super) others_per_1000_multiply_adds: f64,
 }
 
@@ -116,22 +123,22 @@ impl Source<'_> {
     /// `None` if a run would take more than `limit` multiply-adds.
     fn count(
         &self,
+        pass: Pass,
         problem: &Problem,
         algorithm: Algorithm,
         sizes: BlockSizes,
         work: f64,
         limit: f64,
     ) -> tilewise::Result<Option<Counted>> {
-        let dims = problem.dims();
-        let heads = (dims.batch * dims.num_heads).max(1) as f64;
+        let heads = watch::repeats(pass, problem.dims()).max(1) as f64;
         match self {
             Source::Files(count) if work <= limit => count(algorithm, sizes).map(Some),
             Source::Files(_) => Ok(None),
             Source::Shape if work <= limit => {
-                watch::shape(problem, algorithm, sizes, false).map(Some)
+                watch::shape(pass, problem, algorithm, sizes, false).map(Some)
             }
             Source::Shape if work / heads <= limit => {
-                watch::shape(problem, algorithm, sizes, true).map(Some)
+                watch::shape(pass, problem, algorithm, sizes, true).map(Some)
             }
             Source::Shape => Ok(None),
         }
@@ -187,24 +194,31 @@ impl Report {
         modifiers: Modifiers,
         source: &Source<'_>,
     ) -> Result<Report> {
-        let chip = args.chip()?;
+        let (chip, pass) = (args.chip()?, args.pass());
         let blocks = Blocks::choose(args, &chip, problem);
         let elements = chip.fast_bytes / problem.dtype().size();
         let mut algorithms = Vec::new();
         let mut runs = Vec::new();
         for algorithm in Algorithm::ALL {
             let (sizes, from) = blocks.of(algorithm);
-            let exact = Io::of(problem, algorithm, sizes, modifiers, true);
+            let exact = pass.formula(problem, algorithm, sizes, modifiers);
             let work = exact.work.multiply_adds as f64;
-            let counted = source.count(problem, algorithm, sizes, work, args.count_limit)?;
-            let mut traffic =
-                Traffic::new(problem, &chip, algorithm, sizes, &exact, counted.as_ref());
+            let counted = source.count(pass, problem, algorithm, sizes, work, args.count_limit)?;
+            let mut traffic = Traffic::new(
+                pass,
+                problem,
+                &chip,
+                algorithm,
+                sizes,
+                &exact,
+                counted.as_ref(),
+            );
             traffic.blocks_from = from;
             algorithms.push(traffic);
             runs.push((algorithm, sizes, exact, counted));
         }
         let equal_tiles = [blocks.fa1.0, blocks.fa2.0].map(|sizes| {
-            let io = |algorithm| Io::of(problem, algorithm, sizes, modifiers, true);
+            let io = |algorithm| pass.formula(problem, algorithm, sizes, modifiers);
             let (fa1, fa2) = (io(Algorithm::Fa1), io(Algorithm::Fa2));
             EqualTiles {
                 rows: sizes.rows(),
@@ -222,6 +236,7 @@ impl Report {
         Ok(Report {
             schema: 1,
             inputs,
+            pass,
             problem: ProblemFacts::new(problem),
             fast_memory: FastMemory {
                 elements,
@@ -231,11 +246,12 @@ impl Report {
                 what: chip.what.clone(),
                 chip: chip.name.clone(),
             },
+            products_a_tile: pass.products(),
             algorithms,
             lower_bound_elements: io_lower_bound(problem, elements),
             equal_tiles,
             over_n: super::plot::over_n(args, &chip, problem)?,
-            comparison: Comparison::new(problem, &runs),
+            comparison: Comparison::new(pass, problem, &runs),
             measured: Vec::new(),
         })
     }
@@ -256,6 +272,7 @@ impl Report {
 
 impl Traffic {
     fn new(
+        pass: Pass,
         problem: &Problem,
         chip: &Chip,
         algorithm: Algorithm,
@@ -263,7 +280,7 @@ impl Traffic {
         exact: &Io,
         counted: Option<&Counted>,
     ) -> Traffic {
-        let papers = paper_terms(problem, algorithm, sizes);
+        let papers = pass.papers(problem, algorithm, sizes);
         let lines = Tensor::ALL.into_iter().filter_map(|tensor| {
             let formula = exact.count(tensor);
             let seen = counted.map(|counted| counted.io.count(tensor));
@@ -285,7 +302,7 @@ impl Traffic {
             })
         });
         let work = exact.work;
-        let others = work.exps + work.rescales + work.divisions;
+        let others = work.others();
         let (traffic_ms, product_ms) = predicted_ms(problem, chip, exact);
         Traffic {
             algorithm: algorithm.name(),
@@ -296,24 +313,22 @@ impl Traffic {
             bytes_read: exact.loaded_bytes(),
             bytes_written: exact.stored_bytes(),
             paper_bytes: papers.bytes(),
-            paper_term: match algorithm {
-                Algorithm::Standard => "4Nd + 4N²",
-                Algorithm::Fa1 => "2Nd + T_c·Nd + 2T_c·Nd",
-                _ => "Nd + 2T_r·Nd + Nd",
-            },
+            paper_term: pass.paper_term(algorithm),
             work: WorkFacts {
-                tiles: work.products / 2,
+                tiles: work.products / pass.products(),
                 skipped_tiles: work.skipped_tiles,
                 multiply_adds: work.multiply_adds,
                 exps: work.exps,
                 rescales: work.rescales,
                 divisions: work.divisions,
+                score_gradients: work.score_gradients,
+                delta_terms: work.delta_terms,
                 others_per_1000_multiply_adds: 1e3 * others as f64
                     / (work.multiply_adds as f64).max(1.0),
             },
             counted_heads: match counted {
                 None => "none",
-                Some(counted) if counted.one_head => "one head",
+                Some(counted) if counted.repeats > 1 => "one head",
                 Some(_) => "all",
             },
             agrees: counted.map(|counted| counted.io == *exact),
@@ -355,17 +370,20 @@ mod tests {
         let problem = Problem::dense(dims, DType::F32, &Options::new()).unwrap();
         let sizes = BlockSizes::new(4, 4).unwrap();
         let chip: Chip = "h100".parse().unwrap();
-        for algorithm in Algorithm::ALL {
-            let exact = Io::of(&problem, algorithm, sizes, Modifiers::default(), true);
-            let mut counted = watch::shape(&problem, algorithm, sizes, false).unwrap();
-            let agrees = |counted: &Counted| {
-                Traffic::new(&problem, &chip, algorithm, sizes, &exact, Some(counted)).agrees
-            };
-            assert_eq!(agrees(&counted), Some(true));
-            counted.io.counts[0].loaded += 1;
-            assert_eq!(agrees(&counted), Some(false));
-            let one = watch::shape(&problem, algorithm, sizes, true).unwrap();
-            assert_eq!(agrees(&one), Some(true));
+        for pass in [Pass::Forward, Pass::Backward] {
+            for algorithm in Algorithm::ALL {
+                let exact = pass.formula(&problem, algorithm, sizes, Modifiers::default());
+                let mut counted = watch::shape(pass, &problem, algorithm, sizes, false).unwrap();
+                let agrees = |counted: &Counted| {
+                    let counted = Some(counted);
+                    Traffic::new(pass, &problem, &chip, algorithm, sizes, &exact, counted).agrees
+                };
+                assert_eq!(agrees(&counted), Some(true));
+                counted.io.counts[0].loaded += 1;
+                assert_eq!(agrees(&counted), Some(false));
+                let one = watch::shape(pass, &problem, algorithm, sizes, true).unwrap();
+                assert_eq!(agrees(&one), Some(true));
+            }
         }
     }
 }

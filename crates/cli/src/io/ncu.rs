@@ -8,8 +8,10 @@ use serde::Serialize;
 
 const DRAM_READ: &str = "dram__bytes_read.sum";
 const DRAM_WRITTEN: &str = "dram__bytes_write.sum";
-const L2_READ: &str = "lts__t_sectors_op_read.sum";
-const L2_WRITTEN: &str = "lts__t_sectors_op_write.sum";
+/// What multiprocessors ask of L2. Not all of its sectors: on chips whose L2 has two halves, what lies in
+/// the far half passes through the near one and is counted in both, half as much again in all.
+const L2_READ: &str = "lts__t_sectors_srcunit_tex_op_read.sum";
+const L2_WRITTEN: &str = "lts__t_sectors_srcunit_tex_op_write.sum";
 /// Bytes of a sector, the unit in which L2 counts.
 const SECTOR: f64 = 32.0;
 
@@ -21,7 +23,7 @@ pub(super) const ARGUMENTS: [&str; 8] = [
     "--kernel-name=regex:^tw_(standard|fa)",
     "--cache-control=all",
     "--metrics",
-    "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_op_read.sum,lts__t_sectors_op_write.sum",
+    "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_srcunit_tex_op_read.sum,lts__t_sectors_srcunit_tex_op_write.sum",
     "--",
 ];
 
@@ -35,10 +37,14 @@ pub(super) struct Kernel {
     pub(super) l2_written: f64,
 }
 
-/// The profiler, if it is installed.
-pub(super) fn find() -> Option<PathBuf> {
+/// The profiler, or why there is none.
+pub(super) fn find() -> Result<PathBuf, String> {
     if let Some(named) = std::env::var_os("TILEWISE_NCU") {
-        return Some(PathBuf::from(named));
+        let path = PathBuf::from(named);
+        return match path.is_file() {
+            true => Ok(path),
+            false => Err(format!("TILEWISE_NCU={}: no such file", path.display())),
+        };
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
@@ -54,6 +60,37 @@ pub(super) fn find() -> Option<PathBuf> {
         .into_iter()
         .map(|folder| folder.join(name))
         .find(|file| file.is_file())
+        .ok_or_else(|| {
+            "no ncu (NVIDIA Nsight Compute) on PATH, in CUDA_HOME or in /opt/nvidia; TILEWISE_NCU \
+             names it"
+                .into()
+        })
+}
+
+/// What is behind an error of the profiler, where it is a known one.
+pub(super) fn explain(said: &str) -> Option<&'static str> {
+    [
+        (
+            "LibraryNotLoaded",
+            "the driver's library for counters does not load here: a sandbox such as gVisor does not \
+             let programs at it, and there is none in some containers",
+        ),
+        (
+            "ERR_NVGPUCTRPERM",
+            "the driver keeps the counters for administrators: run as root, in a container with \
+             CAP_SYS_ADMIN, or have NVreg_RestrictProfilingToAdminUsers=0 set",
+        ),
+        (
+            "No kernels were profiled",
+            "no kernel of this program was launched under it",
+        ),
+        (
+            "Failed to find metric",
+            "this version of it does not know a counter that was asked for on this chip",
+        ),
+    ]
+    .into_iter()
+    .find_map(|(word, meaning)| said.contains(word).then_some(meaning))
 }
 
 /// The launches of a `--csv` report: a row for each launch and metric, after whatever the program and the
@@ -124,12 +161,12 @@ some output of the program
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
 "0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","4,202,496"
 "0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","33,554,432"
-"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_read.sum","sector","262,144"
-"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_write.sum","sector","1,048,576"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","262,144"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_write.sum","sector","1,048,576"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","12"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","0"
-"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_read.sum","sector","1.5"
-"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_op_write.sum","sector","2"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","1.5"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_write.sum","sector","2"
 "#;
 
 #[cfg(test)]

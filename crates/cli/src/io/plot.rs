@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use serde::Serialize;
-use tilewise::core::io_model::{Io, Modifiers};
+use tilewise::core::io_model::Modifiers;
 use tilewise::{Algorithm, Dims, Problem};
 
 use super::model::{Blocks, predicted_ms};
@@ -37,7 +37,8 @@ pub(super) fn over_n(args: &IoArgs, chip: &Chip, problem: &Problem) -> Result<Ve
         let blocks = Blocks::choose(args, chip, &at_n);
         let io = Algorithm::ALL.map(|algorithm| {
             let sizes = blocks.of(algorithm).0;
-            Io::of(&at_n, algorithm, sizes, Modifiers::default(), true)
+            args.pass()
+                .formula(&at_n, algorithm, sizes, Modifiers::default())
         });
         points.push(Point {
             n,

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::measure::Measured;
 use super::model::{Line, Report, Traffic};
+use super::pass::Pass;
 use super::plot;
 use crate::ui::{self, Grid, Tone, plain, significant};
 
@@ -23,6 +24,9 @@ pub(super) fn render(report: &Report) -> String {
 fn head(text: &mut String, report: &Report) {
     let memory = &report.fast_memory;
     let _ = writeln!(text, "{}", report.inputs.join(" "));
+    if report.pass == Pass::Backward {
+        let _ = writeln!(text, "  the backward pass: dq, dk and dv from dout");
+    }
     let _ = writeln!(text, "  {}", report.problem.sizes());
     let _ = writeln!(text, "  {}", report.problem.options());
     let _ = writeln!(
@@ -84,6 +88,10 @@ fn tensors(text: &mut String, report: &Report) {
             "none" => format!(
                 "{}: not counted: a run takes {:.1e} multiply-adds (--count-limit)",
                 traffic.algorithm, traffic.work.multiply_adds as f64
+            ),
+            "one head" if report.pass == Pass::Backward => format!(
+                "{}: one head of k and v with its query heads was run and stands for all",
+                traffic.algorithm
             ),
             "one head" => format!("{}: one head was run and stands for all", traffic.algorithm),
             _ => continue,
@@ -193,31 +201,40 @@ fn totals(text: &mut String, report: &Report) {
     }
 
     let _ = writeln!(text, "\narithmetic");
-    let mut grid = Grid::new(
-        &[
-            "algorithm",
-            "\ntiles",
-            "tiles\nskipped",
-            "multiply-\nadds",
-            "\nexp",
-            "rescale\nO",
-            "\ndivide",
-            "others a 1000\nmultiply-adds",
-        ],
-        1,
-    );
+    let backward = report.pass == Pass::Backward;
+    let mut header = vec![
+        "algorithm",
+        "\ntiles",
+        "tiles\nskipped",
+        "multiply-\nadds",
+        "\nexp",
+    ];
+    header.extend(match report.pass {
+        Pass::Forward => &["rescale\nO", "\ndivide"][..],
+        Pass::Backward => &["\ndivide", "elements\nof dS", "terms\nof Δ"],
+    });
+    header.push("others a 1000\nmultiply-adds");
+    let mut grid = Grid::new(&header, 1);
     for traffic in &report.algorithms {
         let work = traffic.work;
-        grid.row(&[
-            plain(traffic.algorithm),
-            plain(work.tiles.to_string()),
-            plain(work.skipped_tiles.to_string()),
-            plain(work.multiply_adds.to_string()),
-            plain(work.exps.to_string()),
-            plain(work.rescales.to_string()),
-            plain(work.divisions.to_string()),
-            plain(significant(Some(work.others_per_1000_multiply_adds))),
-        ]);
+        let mut cells = vec![plain(traffic.algorithm)];
+        let counts = [
+            work.tiles,
+            work.skipped_tiles,
+            work.multiply_adds,
+            work.exps,
+        ];
+        cells.extend(counts.map(|count| plain(count.to_string())));
+        let others = [
+            (!backward, work.rescales),
+            (true, work.divisions),
+            (backward, work.score_gradients),
+            (backward, work.delta_terms),
+        ];
+        let shown = others.iter().filter(|(shown, _)| *shown);
+        cells.extend(shown.map(|(_, count)| plain(count.to_string())));
+        cells.push(plain(significant(Some(work.others_per_1000_multiply_adds))));
+        grid.row(&cells);
     }
     text.push_str(&grid.render());
     for traffic in &report.algorithms {
@@ -226,14 +243,27 @@ fn totals(text: &mut String, report: &Report) {
             x => significant(Some(x as f64 / (traffic.work.tiles as f64).max(1.0))),
         };
         let work = traffic.work;
+        let mut listed = format!(
+            "{} multiply-adds, {} exp",
+            a_tile(work.multiply_adds),
+            a_tile(work.exps)
+        );
+        for (count, name) in [
+            (work.rescales, "rescale"),
+            (work.divisions, "divide"),
+            (work.score_gradients, "dS"),
+            (work.delta_terms, "Δ"),
+        ] {
+            // A kind of operation that the pass does not have is no news.
+            let forward = ["rescale", "divide"].contains(&name);
+            if count > 0 || forward != backward {
+                let _ = write!(listed, ", {} {name}", a_tile(count));
+            }
+        }
         let _ = writeln!(
             text,
-            "  {:9}a tile on average: {} multiply-adds, {} exp, {} rescale, {} divide",
-            traffic.algorithm,
-            a_tile(work.multiply_adds),
-            a_tile(work.exps),
-            a_tile(work.rescales),
-            a_tile(work.divisions)
+            "  {:9}a tile on average: {} products, {listed}",
+            traffic.algorithm, report.products_a_tile
         );
     }
     text.push('\n');

@@ -5,7 +5,8 @@
 //! every tensor's loads and stores, products and other operations, with statistics, ragged last
 //! tiles, tiles that causality and windows leave out, grouped heads and the bytes of each type.
 //! [`Tally`] counts the same from a run; the two are equal, element for element.
-//! [`paper_terms`] are the leading terms as the papers state them.
+//! [`Io::of_backward`] is the backward pass's. [`paper_terms`] and [`backward_paper_terms`] are the
+//! leading terms as the papers state them.
 //!
 //! Per head, with N = seqlen_q rows and M = seqlen_k keys, T_r = ⌈N/B_r⌉ and T_c = ⌈M/B_c⌉, where
 //! nothing is hidden:
@@ -23,15 +24,18 @@
 //! FA1's extra one is the zeros it begins with and the pass that rounds O to the output's type. With
 //! a mask, Σ over live tiles takes the place of T_r and T_c.
 
+mod backward;
 mod blocks;
 mod papers;
 mod tally;
 
+pub use backward::Asked;
 pub use blocks::{BlockChoice, FA2_BLOCK_SIZES, fa2_block_sizes};
-pub use papers::{io_lower_bound, paper_terms};
+pub use papers::{backward_paper_terms, io_lower_bound, paper_terms};
 pub use tally::Tally;
 
 use crate::algorithm::Algorithm;
+use crate::dropout::Dropout;
 use crate::mask::{Live, MaskRule};
 use crate::observe::Tensor;
 use crate::problem::Problem;
@@ -65,7 +69,7 @@ impl Count {
 /// Arithmetic of a call, whole tiles counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Products of matrices, two a tile: S = q kᵀ and P v.
+    /// Products of matrices, two a tile: S = q kᵀ and P v. Backward five: S, dV, dP, dQ and dK.
     pub products: u128,
     /// Multiply-adds of the products.
     pub multiply_adds: u128,
@@ -77,6 +81,10 @@ pub struct Work {
     pub rescales: u128,
     /// Divisions of elements of O or P.
     pub divisions: u128,
+    /// Elements of dS = P ∘ (dP − Δ).
+    pub score_gradients: u128,
+    /// Terms of the sums that Δ is.
+    pub delta_terms: u128,
 }
 
 /// What one call of a schedule moves and computes.
@@ -88,7 +96,7 @@ pub struct Io {
     pub work: Work,
 }
 
-/// Shapes in which bias and mask are given; a broadcast axis has 1. `None`: as large as the scores.
+/// Shapes in which bias and masks are given; a broadcast axis has 1. `None`: as large as the scores.
 /// They matter only for problems that have a bias or mask.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Modifiers {
@@ -96,6 +104,8 @@ pub struct Modifiers {
     pub bias: Option<[usize; 4]>,
     /// Of the mask.
     pub mask: Option<[usize; 4]>,
+    /// Of the mask that says what dropout keeps.
+    pub keep_mask: Option<[usize; 4]>,
 }
 
 impl Io {
@@ -161,6 +171,9 @@ impl Io {
             if problem.has_mask() {
                 moved(Tensor::Mask, 1, &[tiles.of(modifiers.mask)], &[0]);
             }
+            if keep_mask(problem) {
+                moved(Tensor::KeepMask, 1, &[tiles.of(modifiers.keep_mask)], &[0]);
+            }
             moved(Tensor::Out, element, &[0], &[n, dv]);
             if lse {
                 moved(Tensor::Lse, size_of::<f32>(), &[0], &[n]);
@@ -177,17 +190,16 @@ impl Io {
                 ),
                 _ => (visited, once),
             };
-            let work = &mut io.work;
-            for (sum, of_one_head) in [
-                (&mut work.products, times(&[2, tiles.count])),
-                (&mut work.multiply_adds, times(&[tiles.pairs, d + dv])),
-                (&mut work.skipped_tiles, all.count - tiles.count),
-                (&mut work.exps, tiles.pairs),
-                (&mut work.rescales, rescales),
-                (&mut work.divisions, divisions),
-            ] {
-                *sum = sum.saturating_add(times(&[heads, of_one_head]));
-            }
+            let of_one_head = Work {
+                products: times(&[2, tiles.count]),
+                multiply_adds: times(&[tiles.pairs, d + dv]),
+                skipped_tiles: all.count - tiles.count,
+                exps: tiles.pairs,
+                rescales,
+                divisions,
+                ..Work::default()
+            };
+            io.work.add(&of_one_head, heads);
         }
         io
     }
@@ -198,17 +210,8 @@ impl Io {
             count.loaded = times(&[count.loaded, n]);
             count.stored = times(&[count.stored, n]);
         }
-        let work = &mut self.work;
-        for sum in [
-            &mut work.products,
-            &mut work.multiply_adds,
-            &mut work.skipped_tiles,
-            &mut work.exps,
-            &mut work.rescales,
-            &mut work.divisions,
-        ] {
-            *sum = times(&[*sum, n]);
-        }
+        let one = std::mem::take(&mut self.work);
+        self.work.add(&one, n);
         self
     }
 
@@ -260,6 +263,42 @@ impl Io {
             Err(at) => self.counts.insert(at, count),
         }
     }
+}
+
+impl Work {
+    /// Adds `other` so many times.
+    fn add(&mut self, other: &Work, n: u128) {
+        for (sum, one) in [
+            (&mut self.products, other.products),
+            (&mut self.multiply_adds, other.multiply_adds),
+            (&mut self.skipped_tiles, other.skipped_tiles),
+            (&mut self.exps, other.exps),
+            (&mut self.rescales, other.rescales),
+            (&mut self.divisions, other.divisions),
+            (&mut self.score_gradients, other.score_gradients),
+            (&mut self.delta_terms, other.delta_terms),
+        ] {
+            *sum = sum.saturating_add(times(&[n, one]));
+        }
+    }
+
+    /// Everything besides the products.
+    pub fn others(&self) -> u128 {
+        [
+            self.exps,
+            self.rescales,
+            self.divisions,
+            self.score_gradients,
+            self.delta_terms,
+        ]
+        .into_iter()
+        .fold(0, u128::saturating_add)
+    }
+}
+
+/// Whether a mask says what dropout keeps.
+fn keep_mask(problem: &Problem) -> bool {
+    matches!(problem.options().get_dropout(), Some(Dropout::Mask { .. }))
 }
 
 /// Sums over the tiles of one head that are visited.

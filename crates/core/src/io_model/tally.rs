@@ -66,6 +66,8 @@ impl Observer for Tally {
             Operation::Exp => &mut work.exps,
             Operation::Rescale => &mut work.rescales,
             Operation::Divide => &mut work.divisions,
+            Operation::ScoreGradient => &mut work.score_gradients,
+            Operation::DeltaTerm => &mut work.delta_terms,
         } += count as u128;
     }
 }

@@ -7,6 +7,7 @@ use super::super::BlockSizes;
 use super::super::head::Head;
 use super::fa2::tiled;
 use super::statistics::RowStatistics;
+use crate::algorithm::Algorithm;
 use crate::backward::{BackwardInputs, GradientsMut};
 use crate::dtype::Element;
 use crate::error::{Error, Result};
@@ -42,6 +43,13 @@ pub fn backward<T: Element>(
     };
     let weight = |(m, l): (T::Acc, T::Acc), s: T::Acc| num_traits::Float::exp(s - m) / l;
     tiled(
-        problem, inputs, sizes, observer, gradients, row, weight, false,
+        problem,
+        inputs,
+        sizes,
+        observer,
+        gradients,
+        row,
+        weight,
+        Algorithm::Fa1,
     )
 }

@@ -9,11 +9,12 @@ use super::super::{BlockSizes, blocks, transfer};
 use super::statistics::RowStatistics;
 use super::tile::{Recomputed, Rows, Sums};
 use super::{Arrived, Shared, prepare, store_rows};
+use crate::algorithm::Algorithm;
 use crate::backward::{BackwardInputs, GradientsMut};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
 use crate::mask::Live;
-use crate::observe::{NoObserver, Observer, Tensor};
+use crate::observe::{NoObserver, Observer, Operation, Tensor};
 use crate::problem::Problem;
 
 /// The gradients of `problem`, with tiles of `sizes`. Every element is written.
@@ -42,39 +43,48 @@ pub fn backward<T: Element>(
     };
     let lse = |head: &Head<'_, '_, T>, i: usize| {
         let [b, h, start] = head.q_place();
-        match &exact {
+        let lse = match &exact {
             Some(exact) => exact.lse((b * heads + h) * seqlen_q + start + i),
             None => <T::Acc as Element>::from_f64(inputs.lse.at([b, h, start + i, 0]).into()),
-        }
+        };
+        (lse, num_traits::One::one())
     };
-    let weight = |lse: T::Acc, s: T::Acc| num_traits::Float::exp(s - lse);
+    let weight = |(lse, _): (T::Acc, T::Acc), s: T::Acc| num_traits::Float::exp(s - lse);
     tiled(
-        problem, inputs, sizes, observer, gradients, lse, weight, true,
+        problem,
+        inputs,
+        sizes,
+        observer,
+        gradients,
+        lse,
+        weight,
+        Algorithm::Fa2,
     )
 }
 
 /// The loops that FA1 and FA2 share. `statistic` is what a row's weights are made from, `weight` how.
-/// `delta_once`: before the loops, or else in every tile.
+/// FA2 makes Δ before the loops, FA1 in every tile.
 #[allow(clippy::too_many_arguments)] // a call, and in what two algorithms differ
-pub(super) fn tiled<T: Element, S: Copy>(
+pub(super) fn tiled<T: Element>(
     problem: &Problem,
     inputs: &BackwardInputs<'_, T>,
     sizes: BlockSizes,
     observer: &mut impl Observer,
     mut gradients: GradientsMut<'_, T>,
-    statistic: impl Fn(&Head<'_, '_, T>, usize) -> S,
-    weight: impl Fn(S, T::Acc) -> T::Acc,
-    delta_once: bool,
+    statistic: impl Fn(&Head<'_, '_, T>, usize) -> (T::Acc, T::Acc),
+    weight: impl Fn((T::Acc, T::Acc), T::Acc) -> T::Acc,
+    algorithm: Algorithm,
 ) -> Result<()> {
+    let delta_once = algorithm == Algorithm::Fa2;
     let gathered = prepare(problem, inputs, &mut gradients)?;
     let (problem, given) = gathered.posed(&inputs.inputs);
-    let mut shared = Shared::new(problem, &given, &gradients);
+    let mut shared = Shared::new(problem, &given, &gradients, observer);
     let (d, dv) = (problem.dims().head_dim, problem.dims().head_dim_v);
     let zero = T::Acc::default();
     let mut chip = Chip::<T>::default();
     let mut arrived = Arrived::<T>::default();
     let mut recomputed = Recomputed::default();
-    let mut delta = Vec::new();
+    let (mut delta, mut statistics) = (Vec::new(), Vec::new());
     for_each_group(problem, &given, |group| {
         let Some(first) = group.first() else {
             return Ok(());
@@ -83,7 +93,7 @@ pub(super) fn tiled<T: Element, S: Copy>(
         // In slow memory: dQ in the accumulator type, and Δ.
         let mut dq = vec![zero; group.len() * seqlen_q * d];
         let mut deltas = vec![zero; group.len() * seqlen_q];
-        observer.store(transfer::<T::Acc>(Tensor::DQ, dq.len()));
+        observer.store(transfer::<T::Acc>(Tensor::DQSum, dq.len()));
         for (n, head) in group.iter().enumerate() {
             for (_, rows) in blocks(seqlen_q, sizes.rows()) {
                 // The sinks' gradients need Δ whoever makes it when; FA1 makes it in the loops.
@@ -139,16 +149,21 @@ pub(super) fn tiled<T: Element, S: Copy>(
                         arrived.delta(inputs, head, &rows, observer, &mut delta);
                         observer.load(transfer::<T::Acc>(Tensor::M, rows.len()));
                         observer.load(transfer::<T::Acc>(Tensor::L, rows.len()));
+                        // P = e^(S − m)/ℓ.
+                        observer.operations(Operation::Divide, rows.len() * keys.len());
                     }
+                    statistics.clear();
+                    statistics.extend(rows.clone().map(|i| statistic(head, i)));
                     let dq = &mut dq[(n * seqlen_q + rows.start) * d..][..rows.len() * d];
-                    observer.load(transfer::<T::Acc>(Tensor::DQ, dq.len()));
+                    observer.load(transfer::<T::Acc>(Tensor::DQSum, dq.len()));
                     recomputed.step(
                         head,
                         &spec,
                         &chip,
                         &tile,
                         Rows {
-                            weight: |r, s| weight(statistic(head, rows.start + r), s),
+                            weight: &weight,
+                            statistics: &statistics,
                             dout: &arrived.dout,
                             delta: &delta,
                         },
@@ -160,29 +175,22 @@ pub(super) fn tiled<T: Element, S: Copy>(
                         observer,
                     )?;
                     shared.add_bias(head, &tile, &recomputed.ds, observer);
-                    observer.store(transfer::<T::Acc>(Tensor::DQ, rows.len() * d));
+                    observer.store(transfer::<T::Acc>(Tensor::DQSum, rows.len() * d));
                 }
             }
-            let place = first.kv_place();
             let (dk, dv) = (&mut gradients.dk, &mut gradients.dv);
-            store_rows(dk, place, &keys, &dk_tile, Tensor::DK, observer);
-            store_rows(dv, place, &keys, &dv_tile, Tensor::DV, observer);
+            store_rows(dk, first, &keys, &dk_tile, Tensor::DK, observer);
+            store_rows(dv, first, &keys, &dv_tile, Tensor::DV, observer);
         }
         for (n, head) in group.iter().enumerate() {
-            let rows = 0..seqlen_q;
-            let from = &dq[n * seqlen_q * d..];
-            observer.load(transfer::<T::Acc>(Tensor::DQ, seqlen_q * d));
-            store_rows(
-                &mut gradients.dq,
-                head.q_place(),
-                &rows,
-                from,
-                Tensor::DQ,
-                observer,
-            );
+            for (_, rows) in blocks(seqlen_q, sizes.rows()) {
+                let from = &dq[(n * seqlen_q + rows.start) * d..][..rows.len() * d];
+                observer.load(transfer::<T::Acc>(Tensor::DQSum, from.len()));
+                store_rows(&mut gradients.dq, head, &rows, from, Tensor::DQ, observer);
+            }
         }
         Ok(())
     })?;
-    shared.store(&mut gradients);
+    shared.store(&mut gradients, observer);
     Ok(())
 }

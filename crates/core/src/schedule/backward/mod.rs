@@ -25,7 +25,7 @@ use crate::backward::{BackwardInputs, GradientsMut};
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::inputs::Inputs;
-use crate::observe::{NoObserver, Observer, Tensor};
+use crate::observe::{GradientFinish, NoObserver, Observer, Operation, Tensor};
 use crate::paged::{Gathered, gather};
 use crate::problem::Problem;
 use crate::view::TensorViewMut;
@@ -119,6 +119,7 @@ impl<T: Element> Arrived<T> {
             observer.load(transfer::<f32>(Tensor::DLse, rows.len()));
         }
         let width = inputs.out.shape()[3];
+        observer.operations(Operation::DeltaTerm, rows.len() * width);
         delta.clear();
         delta.extend((0..rows.len()).map(|r| {
             let row = r * width..(r + 1) * width;
@@ -143,11 +144,14 @@ impl<A: crate::dtype::Float> Shared<A> {
         problem: &Problem,
         inputs: &Inputs<'_, T>,
         gradients: &GradientsMut<'_, T>,
+        observer: &mut impl Observer,
     ) -> Self {
         let dbias = match (&gradients.dbias, &inputs.bias) {
             (Some(_), Some(bias)) => {
                 let shape = bias.shape();
-                Some((vec![A::zero(); shape.iter().product()], shape))
+                let sums = vec![A::zero(); shape.iter().product()];
+                observer.store(transfer::<A>(Tensor::DBiasSum, sums.len()));
+                Some((sums, shape))
             }
             _ => None,
         };
@@ -179,8 +183,8 @@ impl<A: crate::dtype::Float> Shared<A> {
         }
         let given = head.bias_shape().unwrap_or(*shape);
         let elements = super::head::distinct(&given, tile);
-        observer.load(transfer::<A>(Tensor::DBias, elements));
-        observer.store(transfer::<A>(Tensor::DBias, elements));
+        observer.load(transfer::<A>(Tensor::DBiasSum, elements));
+        observer.store(transfer::<A>(Tensor::DBiasSum, elements));
     }
 
     /// dsink −= e^(sink − L) Δ, for pairs of the two.
@@ -192,8 +196,14 @@ impl<A: crate::dtype::Float> Shared<A> {
         }
     }
 
-    fn store<T: Element<Acc = A>>(&self, gradients: &mut GradientsMut<'_, T>) {
+    fn store<T: Element<Acc = A>>(
+        &self,
+        gradients: &mut GradientsMut<'_, T>,
+        observer: &mut impl Observer,
+    ) {
         if let (Some((sums, shape)), Some(dbias)) = (&self.dbias, &mut gradients.dbias) {
+            observer.load(transfer::<A>(Tensor::DBiasSum, sums.len()));
+            observer.store(transfer::<T>(Tensor::DBias, sums.len()));
             for row in 0..shape[0] * shape[1] * shape[2] {
                 let (b, h, i) = (
                     row / shape[2] / shape[1],
@@ -214,16 +224,27 @@ impl<A: crate::dtype::Float> Shared<A> {
     }
 }
 
-/// Rounds finished rows to the dtype and stores them. `place` is that of row 0 of the sequence.
+/// Rounds finished rows of dQ, dK or dV to the dtype and stores them.
 fn store_rows<T: Element>(
     view: &mut TensorViewMut<'_, T>,
-    [b, h, start]: [usize; 3],
+    head: &Head<'_, '_, T>,
     rows: &Range<usize>,
     from: &[T::Acc],
     tensor: Tensor,
     observer: &mut impl Observer,
 ) {
+    let [b, h, start] = match tensor {
+        Tensor::DQ => head.q_place(),
+        _ => head.kv_place(),
+    };
     let width = view.shape()[3];
+    observer.gradient_finish(&GradientFinish {
+        tensor,
+        sequence: head.sequence_index(),
+        head: h,
+        rows: rows.clone(),
+        values: &from[..rows.len() * width],
+    });
     for (r, i) in rows.clone().enumerate() {
         let row = view.row_mut(b, h, start + i);
         for (to, &x) in row.iter_mut().zip(&from[r * width..]) {

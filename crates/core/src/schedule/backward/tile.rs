@@ -6,9 +6,10 @@ use crate::error::Result;
 use crate::observe::{BackwardStep, Observer, Operation, Product, Tile};
 use crate::tile::{TileBlock, TileSpec, add_scaled, dot};
 
-/// What a tile's rows bring: P = `weight(row, s)`, dO and Δ.
+/// What a tile's rows bring: P = `weight(statistic, s)`, dO and Δ.
 pub(super) struct Rows<'c, F, W> {
     pub(super) weight: W,
+    pub(super) statistics: &'c [(F, F)],
     pub(super) dout: &'c [F],
     pub(super) delta: &'c [F],
 }
@@ -26,6 +27,7 @@ pub(super) struct Recomputed<F> {
     scores: Vec<F>,
     slopes: Vec<F>,
     p: Vec<F>,
+    dp: Vec<F>,
     pub(super) ds: Vec<F>,
 }
 
@@ -33,7 +35,7 @@ impl<F: Float> Recomputed<F> {
     /// Adds the tile's shares. Keys that are hidden are left out, not multiplied by 0: their k and v
     /// may be NaN. So is the value of a dropped key.
     #[allow(clippy::too_many_arguments)] // the tile, what it is made of, and where it goes
-    pub(super) fn step<T: Element<Acc = F>, W: Fn(usize, F) -> F>(
+    pub(super) fn step<T: Element<Acc = F>, W: Fn((F, F), F) -> F>(
         &mut self,
         head: &Head<'_, '_, T>,
         spec: &TileSpec<F>,
@@ -46,7 +48,7 @@ impl<F: Float> Recomputed<F> {
         let block = head.block(chip, tile);
         spec.score_tile(&block, &mut self.scores, Some(&mut self.slopes))?;
         let width = tile.keys.len();
-        for tensor in [&mut self.p, &mut self.ds] {
+        for tensor in [&mut self.p, &mut self.dp, &mut self.ds] {
             tensor.clear();
             tensor.resize(self.scores.len(), F::zero());
         }
@@ -61,7 +63,7 @@ impl<F: Float> Recomputed<F> {
                 if s == F::neg_infinity() {
                     continue;
                 }
-                let p = (rows.weight)(r, s);
+                let p = (rows.weight)(rows.statistics[r], s);
                 let mut dp = F::zero();
                 if let Some(factor) = spec.kept(&block, r, key) {
                     dp = factor * dot(dout, &block.v[key * dv..][..dv]);
@@ -71,16 +73,23 @@ impl<F: Float> Recomputed<F> {
                 let dx = ds * self.slopes[at] * spec.scale();
                 add_scaled(dq, dx, &block.k[key * d..][..d]);
                 add_scaled(&mut sums.dk[key * d..][..d], dx, q);
-                (self.p[at], self.ds[at]) = (p, ds);
+                (self.p[at], self.dp[at], self.ds[at]) = (p, dp, ds);
             }
         }
         report(&block, tile, [d, dv], observer);
         observer.operations(Operation::Exp, self.p.len());
+        observer.operations(Operation::ScoreGradient, self.p.len());
         observer.backward_step(&BackwardStep {
             tile,
+            s: &self.scores,
             p: &self.p,
+            dp: &self.dp,
             ds: &self.ds,
+            statistics: rows.statistics,
             delta: rows.delta,
+            dq: sums.dq,
+            dk: sums.dk,
+            dv: sums.dv,
         });
         Ok(())
     }

@@ -1,0 +1,63 @@
+//! Which pass is counted: forward or backward.
+
+use serde::Serialize;
+use tilewise::core::io_model::{Asked, Io, Modifiers, backward_paper_terms, paper_terms};
+use tilewise::core::schedule::BlockSizes;
+use tilewise::{Algorithm, Problem};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Pass {
+    Forward,
+    Backward,
+}
+
+impl Pass {
+    /// Traffic and arithmetic by formula; lse is asked for, and the gradient of a bias that is there.
+    pub(super) fn formula(
+        self,
+        problem: &Problem,
+        algorithm: Algorithm,
+        sizes: BlockSizes,
+        modifiers: Modifiers,
+    ) -> Io {
+        match self {
+            Pass::Forward => Io::of(problem, algorithm, sizes, modifiers, true),
+            Pass::Backward => {
+                let asked = Asked {
+                    dlse: false,
+                    dbias: problem.has_bias(),
+                };
+                Io::of_backward(problem, algorithm, sizes, modifiers, asked)
+            }
+        }
+    }
+
+    /// The papers' leading terms.
+    pub(super) fn papers(self, problem: &Problem, algorithm: Algorithm, sizes: BlockSizes) -> Io {
+        match self {
+            Pass::Forward => paper_terms(problem, algorithm, sizes),
+            Pass::Backward => backward_paper_terms(problem, algorithm, sizes),
+        }
+    }
+
+    /// Those terms as the papers write them.
+    pub(super) fn paper_term(self, algorithm: Algorithm) -> &'static str {
+        match (self, algorithm.resolve()) {
+            (Pass::Forward, Algorithm::Standard) => "4Nd + 4N²",
+            (Pass::Forward, Algorithm::Fa1) => "2Nd + T_c·Nd + 2T_c·Nd",
+            (Pass::Forward, _) => "Nd + 2T_r·Nd + Nd",
+            (Pass::Backward, Algorithm::Standard) => "8Nd + 7N²",
+            (Pass::Backward, Algorithm::Fa1) => "4Nd + 5T_c·Nd",
+            (Pass::Backward, _) => "4Nd + 2Nd + 4T_c·Nd",
+        }
+    }
+
+    /// Products of matrices a tile.
+    pub(super) fn products(self) -> u128 {
+        match self {
+            Pass::Forward => 2,
+            Pass::Backward => 5,
+        }
+    }
+}
