@@ -12,6 +12,7 @@ use crate::backward;
 use crate::call::Call;
 use crate::head::Scoring;
 use crate::isa::Isa;
+use crate::kernel::pairs::pack::MOST_SCALE;
 use crate::kernel::table::CpuElement;
 use crate::machine::{Caches, processor};
 use crate::output::Outputs;
@@ -120,10 +121,25 @@ impl CpuBackend {
         CpuOnline::new(self.clone())
     }
 
-    pub(crate) fn machinery<T: CpuElement>(&self, problem: &Problem) -> Machinery<T> {
+    /// The kernels and tiles for `algorithm`. FlashAttention-2 takes products of pairs where there are
+    /// any; the baselines widen.
+    pub(crate) fn machinery<T: CpuElement>(
+        &self,
+        problem: &Problem,
+        algorithm: Algorithm,
+    ) -> Machinery<T> {
         // The builder made sure that the processor has the instruction set.
-        let kernels = T::kernels(self.isa);
-        let shape = Shape::new(problem.dims(), &kernels.tile, self.caches);
+        let mut kernels = T::kernels(self.isa);
+        let dims = problem.dims();
+        let magnitude = problem.softmax_scale().abs() * dims.head_dim as f64;
+        if algorithm.resolve() != Algorithm::Fa2 || !(magnitude <= MOST_SCALE) || dims.head_dim == 0
+        {
+            kernels.pairs = None;
+        }
+        let mut shape = Shape::new(dims, &kernels.tile, self.caches);
+        if kernels.pairs.is_some() {
+            shape = shape.for_pairs(self.caches);
+        }
         Machinery { kernels, shape }
     }
 
@@ -154,7 +170,7 @@ impl CpuBackend {
         check_outputs(problem, &T::erase_mut(out.reborrow()), lse.as_ref())?;
         let outputs = Outputs::new(out, lse);
         let call = Call {
-            machinery: self.machinery::<T>(problem),
+            machinery: self.machinery::<T>(problem, algorithm),
             problem,
             inputs,
             outputs: &outputs,
@@ -193,7 +209,7 @@ impl CpuBackend {
     }
 
     fn workspace<T: CpuElement>(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
-        let shape = self.machinery::<T>(problem).shape;
+        let shape = self.machinery::<T>(problem, algorithm).shape;
         let dims = problem.dims();
         let rows = problem
             .sequences()

@@ -5,28 +5,46 @@ use std::str::FromStr;
 
 use tilewise_core::{Error, Result};
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use crate::kernel::pairs::amx;
+
 /// The instruction set of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Isa {
+    /// AMX tiles for the products of bf16, AVX-512 for the rest.
+    Amx,
+    /// `vdpbf16ps` for the products of bf16, AVX-512 for the rest.
+    Avx512Bf16,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
     /// AVX2, FMA and F16C.
     Avx2,
     /// What the `wide` crate makes of the target's baseline: NEON, wasm SIMD, SSE2.
     Portable,
+    /// AMX's products and arithmetic without AMX: slow, here to be tested wherever tests run.
+    AmxEmulated,
 }
 
 /// Forces the instruction set of every [`CpuBackend`](crate::CpuBackend) that does not name one.
 pub const ISA_VARIABLE: &str = "TILEWISE_ISA";
 
 impl Isa {
-    /// Every instruction set, best first.
-    pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Portable];
+    /// Every instruction set, best first: but see [`best`](Self::best).
+    pub const ALL: [Isa; 5] = [
+        Isa::Amx,
+        Isa::Avx512Bf16,
+        Isa::Avx512,
+        Isa::Avx2,
+        Isa::Portable,
+    ];
 
     /// The name as accepted by [`FromStr`].
     pub fn name(self) -> &'static str {
         match self {
+            Isa::Amx => "amx",
+            Isa::Avx512Bf16 => "avx512bf16",
+            Isa::AmxEmulated => "amx-emulated",
             Isa::Avx512 => "avx512",
             Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
@@ -36,6 +54,10 @@ impl Isa {
     /// Whether this processor has it.
     pub fn is_available(self) -> bool {
         match self {
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Isa::Amx => Isa::Avx512Bf16.is_available() && amx::is_available(),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => Isa::Avx512.is_available() && is_x86_feature_detected!("avx512bf16"),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.is_available()
@@ -50,8 +72,8 @@ impl Isa {
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
             }
-            Isa::Portable => true,
-            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Portable | Isa::AmxEmulated => true,
+            #[allow(unreachable_patterns)] // which there are depends on the target
             _ => false,
         }
     }
@@ -65,8 +87,14 @@ impl Isa {
     }
 
     /// The best that this processor has.
+    ///
+    /// [`Avx512Bf16`](Self::Avx512Bf16) only where `vdpbf16ps` is faster than widening bf16 and
+    /// multiplying in f32. That is known of the processor, not measured: one machine gives the same
+    /// bits every time.
     pub fn best() -> Isa {
-        Isa::available()[0]
+        let best = |isa: &Isa| *isa != Isa::Avx512Bf16 || has_fast_bf16();
+        let available = Isa::available().into_iter().find(best);
+        available.unwrap_or(Isa::Portable)
     }
 
     /// This instruction set, if the processor has it.
@@ -108,12 +136,37 @@ impl FromStr for Isa {
 
     fn from_str(s: &str) -> Result<Self> {
         match s.to_ascii_lowercase().as_str() {
+            "amx" => Ok(Isa::Amx),
+            "avx512bf16" => Ok(Isa::Avx512Bf16),
+            "amx-emulated" => Ok(Isa::AmxEmulated),
             "avx512" => Ok(Isa::Avx512),
             "avx2" => Ok(Isa::Avx2),
             "portable" => Ok(Isa::Portable),
-            _ => Err(Error::option("isa", "avx512, avx2 or portable", s)),
+            _ => Err(Error::option(
+                "isa",
+                "amx, avx512bf16, avx512, avx2 or portable",
+                s,
+            )),
         }
     }
+}
+
+/// Whether `vdpbf16ps`, where there is one, multiplies twice as much as an FMA in the same time: AMD's
+/// do, Intel's take twice as long as an FMA (Emerald Rapids: 90 against 184 GFLOP/s a thread).
+#[cfg(target_arch = "x86_64")]
+fn has_fast_bf16() -> bool {
+    use std::arch::x86_64::__cpuid_count;
+    // Unsafe before Rust 1.94.
+    #[allow(unused_unsafe)]
+    // SAFETY: every x86-64 processor has leaf 0.
+    let leaf = unsafe { __cpuid_count(0, 0) };
+    let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    vendor.as_flattened() == b"AuthenticAMD"
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_fast_bf16() -> bool {
+    false
 }
 
 #[cfg(test)]

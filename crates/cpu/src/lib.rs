@@ -26,6 +26,7 @@ mod kernel;
 mod machine;
 mod output;
 mod packed;
+mod pairs;
 mod parallel;
 mod schedule;
 mod shape;

@@ -9,6 +9,7 @@ use crate::head::rows_of;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
 use crate::kernel::{Plane, max_key_tile};
+use crate::pairs::PackedPairs;
 use crate::shape::Shape;
 
 /// Where the keys (or values) of one sequence and KV head lie.
@@ -76,6 +77,16 @@ impl<'a, T: Element> KeySource<'a, T> {
         (end, [axis(&self.k), axis(&self.v)])
     }
 
+    /// First element of key `j`'s k, and the step to the next.
+    pub(crate) fn key(&self, j: usize) -> (*const T, isize) {
+        (self.at(&self.k, j), self.k.plane.key)
+    }
+
+    /// Likewise of its v.
+    pub(crate) fn value(&self, j: usize) -> (*const T, isize) {
+        (self.at(&self.v, j), self.v.plane.key)
+    }
+
     /// First element of key `j` on `axis`.
     fn at(&self, axis: &Axis<T>, j: usize) -> *const T {
         let (page, slot) = match self.pages {
@@ -95,10 +106,21 @@ pub(crate) struct Packed<T: Element> {
     careful: Buffer<u8>,
     /// Rows of a panel of V.
     v_rows: usize,
+    /// What is packed instead, where products take pairs.
+    pairs: Option<PackedPairs>,
 }
 
 impl<T: Element> Packed<T> {
-    /// Elements of K and V that `keys` keys take.
+    /// Bytes that `keys` keys take.
+    pub(crate) fn bytes(shape: &Shape, keys: usize) -> usize {
+        if shape.pairs {
+            return PackedPairs::bytes(shape, keys);
+        }
+        let (k, v) = Self::elements(shape, keys);
+        (k + v) * size_of::<T::Acc>() + keys.div_ceil(shape.key_tile)
+    }
+
+    /// Elements of K and V.
     pub(crate) fn elements(shape: &Shape, keys: usize) -> (usize, usize) {
         let v_rows = Self::v_rows(shape, keys);
         let k = keys.next_multiple_of(shape.nr) * shape.head_dim;
@@ -111,13 +133,26 @@ impl<T: Element> Packed<T> {
     }
 
     pub(crate) fn new(shape: &Shape, keys: usize) -> Result<Self> {
-        let (k, v) = Self::elements(shape, keys);
+        let pairs = match shape.pairs {
+            true => Some(PackedPairs::new(shape, keys)?),
+            false => None,
+        };
+        let (k, v) = match shape.pairs {
+            true => (0, 0),
+            false => Self::elements(shape, keys),
+        };
         Ok(Packed {
             k: Buffer::new(k, "packed keys")?,
             v: Buffer::new(v, "packed values")?,
             careful: Buffer::new(keys.div_ceil(shape.key_tile), "tile flags")?,
             v_rows: Self::v_rows(shape, keys),
+            pairs,
         })
+    }
+
+    /// Where keys are packed in pairs.
+    pub(crate) fn pairs(&self) -> Option<&PackedPairs> {
+        self.pairs.as_ref()
     }
 
     /// Packs the tiles numbered `tiles` of the source.
@@ -137,6 +172,29 @@ impl<T: Element> Packed<T> {
         for tile in tiles {
             let first = tile * shape.key_tile;
             let keys = shape.key_tile.min(source.keys - first);
+            if let (Some(kernels), Some(pairs)) = (&kernels.pairs, &self.pairs) {
+                let mut values = [std::ptr::null(); 256];
+                for (j, (k, v)) in rows.iter_mut().zip(&mut values).take(keys).enumerate() {
+                    *k = source.at(&source.k, first + j);
+                    *v = source.at(&source.v, first + j);
+                }
+                let k = Rows {
+                    rows: &rows[..keys],
+                    next: &[],
+                    step: source.k.plane.key,
+                    len: shape.head_dim,
+                };
+                let v = Rows {
+                    rows: &values[..keys],
+                    next: &[],
+                    step: source.v.plane.key,
+                    len: shape.head_dim_v,
+                };
+                // SAFETY: keys below source.keys exist, by the checked problem and views; the tile
+                // lies inside the room.
+                unsafe { pairs.pack(kernels, shape, tile, &k, &v) }
+                continue;
+            }
             for (j, row) in rows.iter_mut().take(keys).enumerate() {
                 *row = source.at(&source.k, first + j);
             }

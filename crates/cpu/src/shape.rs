@@ -3,6 +3,7 @@
 use tilewise_core::Dims;
 
 use crate::kernel::max_key_tile;
+use crate::kernel::pairs::{CHUNK, COLUMNS, DEPTH, ROW_STRIDE};
 use crate::kernel::table::TileKernels;
 use crate::machine::Caches;
 
@@ -25,7 +26,12 @@ pub(crate) struct Shape {
     pub(crate) q_tile: usize,
     /// The sizes of row blocks, ascending.
     pub(crate) row_blocks: &'static [usize],
+    /// For products of pairs: tiles of whole depths, states of whole tiles of rows.
+    pub(crate) pairs: bool,
 }
+
+/// Rows of a tile of products of pairs: whole blocks of 12 and of 32.
+const PAIR_Q_TILE: usize = 96;
 
 impl Shape {
     pub(crate) fn new<A>(dims: &Dims, kernels: &TileKernels<A>, caches: Caches) -> Shape {
@@ -49,28 +55,58 @@ impl Shape {
             key_tile,
             q_tile,
             row_blocks: kernels.row_blocks,
+            pairs: false,
+        }
+    }
+
+    /// The same for products of pairs.
+    pub(crate) fn for_pairs(self, caches: Caches) -> Shape {
+        let width = self.head_dim_v.next_multiple_of(COLUMNS);
+        let third = caches.l2 / 3;
+        let key_bytes = (self.head_dim.next_multiple_of(DEPTH) + width) * size_of::<u16>();
+        let row_bytes = self.head_dim.div_ceil(CHUNK) * ROW_STRIDE * size_of::<u16>()
+            + width * size_of::<f32>();
+        Shape {
+            width,
+            v_panels: width.div_ceil(self.nr),
+            key_tile: (third / key_bytes / DEPTH * DEPTH).clamp(DEPTH, max_key_tile::<f32>()),
+            q_tile: (third / row_bytes / PAIR_Q_TILE * PAIR_Q_TILE)
+                .clamp(PAIR_Q_TILE, 2 * PAIR_Q_TILE),
+            pairs: true,
+            ..self
         }
     }
 
     /// Splits `rows` into row blocks, (first row, rows, rows of the block with padding): blocks of the
     /// largest size, and one that holds the rest.
     pub(crate) fn blocks(&self, rows: usize) -> impl Iterator<Item = (usize, usize, usize)> {
-        let sizes = self.row_blocks;
-        let mr = sizes[sizes.len() - 1];
-        (0..rows).step_by(mr).map(move |first| {
-            let rest = (rows - first).min(mr);
-            (first, rest, block_for(sizes, rest))
-        })
+        blocks_of(self.row_blocks, rows)
     }
 
     /// Rows with the padding of the last block.
     pub(crate) fn padded(&self, rows: usize) -> usize {
+        if self.pairs {
+            // A tile of rows; it holds the padding of all other blocks too.
+            return rows.next_multiple_of(16);
+        }
         let mr = self.row_blocks[self.row_blocks.len() - 1];
         match rows % mr {
             0 => rows,
             rest => rows - rest + block_for(self.row_blocks, rest),
         }
     }
+}
+
+/// [`Shape::blocks`] for any sizes.
+pub(crate) fn blocks_of(
+    sizes: &'static [usize],
+    rows: usize,
+) -> impl Iterator<Item = (usize, usize, usize)> {
+    let mr = sizes[sizes.len() - 1];
+    (0..rows).step_by(mr).map(move |first| {
+        let rest = (rows - first).min(mr);
+        (first, rest, block_for(sizes, rest))
+    })
 }
 
 /// The smallest block that holds `rows` rows, at most the largest size.

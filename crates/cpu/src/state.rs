@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use num_traits::Float as _;
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
-    AnyKeyBlock, AnyTensorMut, Element, Error, Finished, HostState, Inputs, KeyBlock,
+    Algorithm, AnyKeyBlock, AnyTensorMut, Element, Error, Finished, HostState, Inputs, KeyBlock,
     OnlineSoftmax, Problem, Result, RunningState, Sequence, TensorViewMut,
 };
 
@@ -140,7 +140,7 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
                 "streaming keys of packed sequences",
             ));
         }
-        let machinery = self.backend.machinery::<T>(problem);
+        let machinery = self.backend.machinery::<T>(problem, Algorithm::Fa2);
         let dims = problem.dims();
         let rows = dims.batch * dims.num_heads * machinery.shape.padded(dims.seqlen_q);
         let state = CpuState {
@@ -222,7 +222,16 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
                         unsafe {
                             let at = state.head(sequence.q_batch * dims.num_heads + head);
                             let at = at.row(shape, first);
-                            machinery.absorb(&query, &packed, &rows, keys, &mut scratch, at);
+                            let source = KeySource::new(&inputs, &chunk, kv_head);
+                            machinery.absorb(
+                                &query,
+                                &source,
+                                &packed,
+                                &rows,
+                                keys,
+                                &mut scratch,
+                                at,
+                            );
                         }
                         lock().push(scratch);
                     },

@@ -9,7 +9,8 @@ use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
 use crate::kernel::{Block, MAX_MR, Modifiers, s_stride};
-use crate::packed::Packed;
+use crate::packed::{KeySource, Packed};
+use crate::pairs::{PairScratch, PairTile};
 use crate::shape::Shape;
 use crate::simd::MAX_LANES;
 
@@ -61,27 +62,43 @@ pub(crate) struct Scratch<T: Element> {
     l: Buffer<T::Acc>,
     acc: Buffer<T::Acc>,
     live: Vec<(usize, usize)>,
+    pairs: Option<PairScratch<T>>,
 }
 
 impl<T: Element> Scratch<T> {
     /// Bytes for tiles of `rows` rows.
     pub(crate) fn bytes(shape: &Shape, rows: usize) -> usize {
         let padded = shape.padded(rows);
-        let elements = padded * (shape.head_dim + shape.width + 2) + MAX_MR * s_stride::<T::Acc>();
-        elements * size_of::<T::Acc>() + padded * size_of::<(usize, usize)>()
+        let (packed, pairs) = match shape.pairs {
+            true => (0, PairScratch::<T>::bytes(shape, rows)),
+            false => (padded * shape.head_dim + MAX_MR * s_stride::<T::Acc>(), 0),
+        };
+        let elements = packed + padded * (shape.width + 2);
+        elements * size_of::<T::Acc>() + padded * size_of::<(usize, usize)>() + pairs
     }
 
     /// For tiles of up to `rows` rows.
     pub(crate) fn new(shape: &Shape, rows: usize) -> Result<Self> {
         let padded = shape.padded(rows);
-        Ok(Scratch {
+        let (q, strip) = match shape.pairs {
+            true => (0, 0),
             // Packing writes whole vectors, the last one past the end.
-            q: Buffer::new(padded * shape.head_dim + MAX_LANES, "queries of a tile")?,
-            strip: Buffer::new(MAX_MR * s_stride::<T::Acc>(), "scores of a tile")?,
+            false => (
+                padded * shape.head_dim + MAX_LANES,
+                MAX_MR * s_stride::<T::Acc>(),
+            ),
+        };
+        Ok(Scratch {
+            q: Buffer::new(q, "queries of a tile")?,
+            strip: Buffer::new(strip, "scores of a tile")?,
             m: Buffer::new(padded, "state of a tile")?,
             l: Buffer::new(padded, "state of a tile")?,
             acc: Buffer::new(padded * shape.width, "state of a tile")?,
             live: vec![(0, 0); rows],
+            pairs: match shape.pairs {
+                true => Some(PairScratch::new(shape, rows)?),
+                false => None,
+            },
         })
     }
 
@@ -134,6 +151,16 @@ impl<T: Element> Machinery<T> {
                 (self.kernels.transposed)(&packing, mr, head.scoring.sign, to);
             }
         }
+        Self::note_live(head, rows, keys, scratch)
+    }
+
+    /// Notes what each row sees of `keys` packed keys. Returns those that any of them sees.
+    fn note_live(
+        head: &Head<T>,
+        rows: &Range<usize>,
+        keys: usize,
+        scratch: &mut Scratch<T>,
+    ) -> Range<usize> {
         let (mut low, mut high) = (usize::MAX, 0);
         let end = head.origin + keys;
         for (row, live) in rows.clone().zip(&mut scratch.live) {
@@ -216,10 +243,13 @@ impl<T: Element> Machinery<T> {
     /// Folds the packed keys that `rows` see into their state: FlashAttention-2's inner loop.
     ///
     /// # Safety
-    /// As [`Self::take_rows`]; all tiles that the rows see are packed; the state covers the rows.
+    /// As [`Self::take_rows`]; all tiles that the rows see are packed, from `source`; the state covers
+    /// the padded rows.
+    #[allow(clippy::too_many_arguments)] // what one step of the algorithm is about
     pub(crate) unsafe fn absorb(
         &self,
         head: &Head<T>,
+        source: &KeySource<'_, T>,
         packed: &Packed<T>,
         rows: &Range<usize>,
         keys: usize,
@@ -228,6 +258,30 @@ impl<T: Element> Machinery<T> {
     ) {
         // SAFETY: the caller's promise.
         unsafe {
+            if let (Some(pairs), Some(packed)) = (&self.kernels.pairs, packed.pairs()) {
+                let seen = Self::note_live(head, rows, keys, scratch);
+                let Some(own) = &scratch.pairs else {
+                    unreachable!("scratch made for another shape");
+                };
+                let tile = PairTile {
+                    machinery: self,
+                    pairs,
+                    head,
+                    packed,
+                    source,
+                    scratch: own,
+                    rows,
+                    live: &scratch.live,
+                    state,
+                };
+                tile.take_queries();
+                (pairs.begin)();
+                for number in self.tiles(&seen) {
+                    tile.absorb(number);
+                }
+                (pairs.end)();
+                return;
+            }
             let seen = self.take_rows(head, rows, keys, scratch);
             for tile in self.tiles(&seen) {
                 self.blocks(

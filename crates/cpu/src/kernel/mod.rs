@@ -8,6 +8,7 @@ pub(crate) mod dropout;
 pub(crate) mod few;
 pub(crate) mod gemm;
 pub(crate) mod pack;
+pub(crate) mod pairs;
 pub(crate) mod probe;
 pub(crate) mod rows;
 pub(crate) mod scores;

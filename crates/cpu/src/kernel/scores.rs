@@ -30,12 +30,26 @@ pub(crate) unsafe fn hide<V: Vector>(block: &Block<V::E>) {
         let to = block.hi.next_multiple_of(V::LANES);
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
-            let (lo, hi) = block.live[row];
-            for hidden in [from..lo.min(to), hi.max(from)..to] {
-                for key in hidden {
-                    s.add(key).write(V::E::neg_infinity());
-                }
-            }
+            hide_row(s, from, to, block.live[row]);
+        }
+    }
+}
+
+/// −∞ in the columns from..to of a row that it does not see.
+///
+/// # Safety
+/// The columns are the row's.
+#[inline(always)]
+pub(crate) unsafe fn hide_row<E: tilewise_core::Float>(
+    s: *mut E,
+    from: usize,
+    to: usize,
+    (lo, hi): (usize, usize),
+) {
+    for hidden in [from..lo.min(to), hi.max(from)..to] {
+        for key in hidden {
+            // SAFETY: the caller's promise.
+            unsafe { s.add(key).write(E::neg_infinity()) }
         }
     }
 }

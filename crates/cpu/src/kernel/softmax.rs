@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use num_traits::Float as _;
 use tilewise_core::Element;
 
+use super::pairs::Pairs;
 use super::{Block, max_key_tile, s_stride};
 use crate::exp::exp2_nonpositive;
 use crate::simd::Vector;
@@ -29,16 +30,67 @@ fn columns<V: Vector>(block: &Block<V::E>) -> (usize, usize) {
 /// strip is filled from `lo` to `hi`, rounded outwards to whole vectors.
 #[inline(always)]
 pub(crate) unsafe fn online<V: Vector>(block: &Block<V::E>) {
+    let (from, to) = columns::<V>(block);
+    // SAFETY: the caller's promise.
+    unsafe { online_columns::<V, Stay>(block, from, to) }
+}
+
+/// [`online`] over the columns from..to, whole depths of products of pairs, which leaves P rounded to
+/// bf16, from the start of each row on.
+///
+/// # Safety
+/// As [`online`].
+#[inline(always)]
+pub(crate) unsafe fn online_rounded<D: Pairs>(block: &Block<f32>, from: usize, to: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { online_columns::<D::V, Rounded<D>>(block, from, to) }
+}
+
+/// Where weights go.
+trait Put<V: Vector> {
+    /// Two neighbouring registers of the row `s`, from `column` on.
+    ///
+    /// # Safety
+    /// The columns are the row's and will not be read as scores again.
+    unsafe fn put(s: *mut V::E, column: usize, low: V, high: V);
+}
+
+/// In place of the scores.
+struct Stay;
+
+impl<V: Vector> Put<V> for Stay {
+    #[inline(always)]
+    unsafe fn put(s: *mut V::E, column: usize, low: V, high: V) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            low.store(s.add(column));
+            high.store(s.add(column + V::LANES));
+        }
+    }
+}
+
+/// As bf16, half as far from the start of the row.
+struct Rounded<D>(std::marker::PhantomData<D>);
+
+impl<D: Pairs> Put<D::V> for Rounded<D> {
+    #[inline(always)]
+    unsafe fn put(s: *mut f32, column: usize, low: D::V, high: D::V) {
+        // SAFETY: the caller's promise.
+        unsafe { D::round(low, high, s.cast::<u16>().add(column)) }
+    }
+}
+
+#[inline(always)]
+unsafe fn online_columns<V: Vector, P: Put<V>>(block: &Block<V::E>, from: usize, to: usize) {
     // SAFETY: the caller's promise.
     unsafe {
-        let (from, to) = columns::<V>(block);
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let before = block.m.add(row).read();
             let max = row_max::<V>(s, from, to, before);
             block.m.add(row).write(max);
             let base = finite_base(max);
-            let sum = exponentiate_row::<V>(block, s, from, to, base);
+            let sum = exponentiate_row::<V, P>(block, s, from, to, base);
             let l = block.l.add(row);
             // Before the first live key Õ is 0 and ℓ is 0: nothing to rescale.
             if before == max || before == V::E::neg_infinity() {
@@ -87,7 +139,7 @@ pub(crate) unsafe fn exponentiate<V: Vector>(block: &Block<V::E>) {
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let base = finite_base(block.m.add(row).read());
-            let sum = exponentiate_row::<V>(block, s, from, to, base);
+            let sum = exponentiate_row::<V, Stay>(block, s, from, to, base);
             let l = block.l.add(row);
             l.write(l.read() + sum);
         }
@@ -150,7 +202,7 @@ unsafe fn row_max<V: Vector>(s: *const V::E, from: usize, to: usize, m: V::E) ->
 }
 
 #[inline(always)]
-unsafe fn exponentiate_row<V: Vector>(
+unsafe fn exponentiate_row<V: Vector, P: Put<V>>(
     block: &Block<V::E>,
     s: *mut V::E,
     from: usize,
@@ -178,8 +230,7 @@ unsafe fn exponentiate_row<V: Vector>(
         while column + 2 * V::LANES <= to {
             let p = exp2_nonpositive(V::load(s.add(column)).sub(base).mul(c));
             let p2 = exp2_nonpositive(V::load(s.add(column + V::LANES)).sub(base).mul(c));
-            p.store(s.add(column));
-            p2.store(s.add(column + V::LANES));
+            P::put(s, column, p, p2);
             sum = sum.add(p);
             second = second.add(p2);
             column += 2 * V::LANES;

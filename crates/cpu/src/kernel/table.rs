@@ -6,6 +6,7 @@ use tilewise_core::{DType, Element};
 
 use super::few::{self, Unpacked};
 use super::pack::Rows;
+use super::pairs::{self, PairBlock, PairKernels, Pairs};
 use super::{Block, Modifiers, dropout, pack, probe, rows, scores, softmax, weighted};
 use crate::backward::kernel::HasBackwardKernels;
 use crate::isa::Isa;
@@ -63,6 +64,8 @@ pub(crate) struct Kernels<T: Element> {
     pub(crate) modify: unsafe fn(&Block<T::Acc>, &Modifiers<T>),
     /// [`rows::finish`]: acc, divisor, length, out.
     pub(crate) finish: unsafe fn(*const T::Acc, T::Acc, usize, *mut T),
+    /// Products of pairs, where the instruction set has them for T.
+    pub(crate) pairs: Option<PairKernels<T>>,
 }
 
 impl<T: Element> Kernels<T> {
@@ -224,8 +227,77 @@ macro_rules! table {
             few_weighted,
             modify,
             finish,
+            pairs: None,
         }
     }};
+}
+
+/// The kernels of bf16 that multiply pairs as `$D` does.
+macro_rules! pair_table {
+    ($D:ty, $features:tt) => {{
+        type D = $D;
+        type V = <$D as Pairs>::V;
+        type T = bf16;
+        /// Rows of bf16 as rows of their bits.
+        fn bits<'a>(rows: &Rows<'a, T>) -> Rows<'a, u16> {
+            // SAFETY: a bf16 is a u16, and so are lists of pointers to them.
+            let cast = |list: &'a [*const T]| unsafe {
+                std::slice::from_raw_parts(list.as_ptr().cast::<*const u16>(), list.len())
+            };
+            Rows {
+                rows: cast(rows.rows),
+                next: cast(rows.next),
+                step: rows.step,
+                len: rows.len,
+            }
+        }
+        thin! { $features
+            begin() = <D as Pairs>::begin();
+            end() = <D as Pairs>::end();
+            queries(rows: &Rows<'_, T>, negate: bool, to: *mut u16, chunk: usize, odd: *mut u8) =
+                pairs::pack::queries(&bits(rows), negate, to, chunk, odd);
+            keys(rows: &Rows<'_, T>, to: *mut u16, odd: *mut u8) =
+                pairs::pack::keys::<V>(&bits(rows), to, odd);
+            values(rows: &Rows<'_, T>, panel: usize, to: *mut u16, odd: *mut u8) =
+                pairs::pack::values(&bits(rows), panel, to, odd);
+            absorb(block: &PairBlock<f32>) = pairs::step::absorb::<D>(block);
+            products(block: &PairBlock<f32>) = pairs::step::products::<D>(block);
+            hide(block: &PairBlock<f32>) = pairs::step::hide(block);
+            round(block: &PairBlock<f32>) = pairs::step::round::<D>(block);
+            weighted(block: &PairBlock<f32>) = pairs::step::weighted_values::<D>(block);
+        }
+        Some(PairKernels {
+            row_blocks: <D as Pairs>::ROW_BLOCKS,
+            begin,
+            end,
+            queries,
+            keys,
+            values,
+            absorb,
+            products,
+            hide,
+            round,
+            weighted,
+        })
+    }};
+}
+
+/// The products of pairs of an instruction set, for T = bf16.
+fn pairs_of_bf16(isa: Isa) -> Option<PairKernels<bf16>> {
+    match isa {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        Isa::Amx => pair_table!(
+            pairs::amx::Amx,
+            ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"]
+        ),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 => pair_table!(
+            pairs::dot512::Dot512,
+            ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"]
+        ),
+        Isa::AmxEmulated => pair_table!(pairs::emulated::Emulated, []),
+        _ => None,
+    }
 }
 
 /// Makes each binding's table once, shared by the element types that accumulate in its type.
@@ -271,13 +343,14 @@ mod sealed {
 pub trait CpuElement: sealed::HasKernels + HasBackwardKernels {}
 
 macro_rules! element {
-    ($T:ty, $avx512:ty, $avx2:ty, $portable:ty) => {
+    ($T:ty, $avx512:ty, $avx2:ty, $portable:ty, $pairs:expr) => {
         impl sealed::HasKernels for $T {
             #[allow(private_interfaces)] // the trait is sealed, the table internal
             fn kernels(isa: Isa) -> Kernels<$T> {
-                match isa {
+                let pairs: Option<PairKernels<$T>> = $pairs(isa);
+                let kernels = match isa {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => table!(
+                    Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => table!(
                         $T,
                         $avx512,
                         ["avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"]
@@ -285,17 +358,24 @@ macro_rules! element {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => table!($T, $avx2, ["avx2,fma,f16c"]),
                     _ => table!($T, $portable, []),
-                }
+                };
+                Kernels { pairs, ..kernels }
             }
         }
         impl CpuElement for $T {}
     };
 }
 
-element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4);
-element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8);
-element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8);
-element!(bf16, avx512::F32x16, avx2::F32x8, portable::F32x8);
+element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4, |_| None);
+element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
+element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
+element!(
+    bf16,
+    avx512::F32x16,
+    avx2::F32x8,
+    portable::F32x8,
+    pairs_of_bf16
+);
 
 /// The probes of an instruction set that the processor must have, in f64 or else f32.
 pub(crate) fn probe(isa: Isa, accumulator: DType) -> Probe {

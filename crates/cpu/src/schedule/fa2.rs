@@ -58,8 +58,7 @@ pub(crate) fn workspace_bytes<T: Element>(
     let few = decode::workspace_bytes::<T>(shape, heads, group * rows.min(decode::MOST_ROWS), keys);
     let threads = threads();
     let tiles = group * rows.div_ceil(shape.q_tile);
-    let (k, v) = Packed::<T>::elements(shape, keys);
-    let packed = (k + v) as u64 * size_of::<T::Acc>() as u64;
+    let packed = Packed::<T>::bytes(shape, keys) as u64;
     let scratch = Scratch::<T>::bytes(shape, rows.min(shape.q_tile)) as u64;
     let many = heads_in_flight(threads, heads, tiles) as u64 * packed
         + threads as u64 * scratch
@@ -151,8 +150,9 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
                 unsafe {
                     state.begin(shape, rows.len());
                     let packed = &packed[head % slots];
+                    let source = call.source(at);
                     call.machinery
-                        .absorb(&query, packed, rows, keys, scratch, state);
+                        .absorb(&query, &source, packed, rows, keys, scratch, state);
                     call.finish(at, *n, &query, rows.start, rows.len(), state, false);
                 }
                 progress[*head].tiles_left.fetch_sub(1, Ordering::Release);

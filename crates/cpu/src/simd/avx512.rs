@@ -21,6 +21,20 @@ const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 #[derive(Clone, Copy)]
 pub(crate) struct F32x16(__m512);
 
+impl F32x16 {
+    /// What the intrinsics take.
+    #[inline(always)]
+    pub(crate) fn register(self) -> __m512 {
+        self.0
+    }
+
+    /// The reverse.
+    #[inline(always)]
+    pub(crate) fn from_register(register: __m512) -> Self {
+        F32x16(register)
+    }
+}
+
 /// 8 lanes of f64.
 #[derive(Clone, Copy)]
 pub(crate) struct F64x8(__m512d);

@@ -39,6 +39,7 @@ pub(crate) fn run<T: CpuElement>(
 pub(crate) fn backends() -> Vec<CpuBackend> {
     Isa::available()
         .into_iter()
+        .chain([Isa::AmxEmulated])
         .map(|isa| CpuBackend::builder().isa(isa).build().unwrap())
         .collect()
 }

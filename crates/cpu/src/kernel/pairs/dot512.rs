@@ -1,0 +1,100 @@
+//! `vdpbf16ps` on 512 bits.
+
+use std::arch::x86_64::*;
+
+use super::{COLUMNS, Pairs, Product, ROW_STRIDE};
+use crate::simd::Vector;
+use crate::simd::avx512::F32x16;
+
+/// AVX512_BF16.
+pub(crate) struct Dot512;
+
+// SAFETY: instructions of AVX-512 F and AVX512_BF16 alone.
+unsafe impl Pairs for Dot512 {
+    type V = F32x16;
+    const ROW_BLOCKS: &'static [usize] = &[1, 2, 4, 8, 12];
+
+    #[inline(always)]
+    unsafe fn multiply(product: &Product) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match product.rows {
+                1 => rows::<1>(product),
+                2 => rows::<2>(product),
+                4 => rows::<4>(product),
+                8 => rows::<8>(product),
+                12 => rows::<12>(product),
+                other => unreachable!("row block of {other}"),
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn round(low: F32x16, high: F32x16, to: *mut u16) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let rounded = _mm512_cvtne2ps_pbh(high.register(), low.register());
+            _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(rounded));
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn rows<const MR: usize>(product: &Product) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut panel = 0;
+        while panel + 2 <= product.panels {
+            block::<MR, 2>(product, panel);
+            panel += 2;
+        }
+        if panel < product.panels {
+            block::<MR, 1>(product, panel);
+        }
+    }
+}
+
+/// `MR` rows × `N` panels.
+#[inline(always)]
+unsafe fn block<const MR: usize, const N: usize>(product: &Product, panel: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let c = |r: usize, n: usize| product.c.add(r * product.c_stride + (panel + n) * COLUMNS);
+        let mut acc = [[F32x16::splat(0.0); N]; MR];
+        if product.add {
+            for (r, acc) in acc.iter_mut().enumerate() {
+                for (n, acc) in acc.iter_mut().enumerate() {
+                    *acc = F32x16::load(c(r, n));
+                }
+            }
+        }
+        let mut a = product.a;
+        let mut b = product.b.add(panel * product.panel);
+        for _ in 0..product.depth.div_ceil(2) {
+            let mut columns = [load(b); N];
+            for (n, column) in columns.iter_mut().enumerate().skip(1) {
+                *column = load(b.add(n * product.panel));
+            }
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let pair = a.add(r * ROW_STRIDE).cast::<i32>().read_unaligned();
+                let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(pair));
+                for (acc, column) in acc.iter_mut().zip(columns) {
+                    *acc = F32x16::from_register(_mm512_dpbf16_ps(acc.register(), x, column));
+                }
+            }
+            a = a.add(2);
+            b = b.add(2 * COLUMNS);
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            for (n, acc) in acc.iter().enumerate() {
+                acc.store(c(r, n));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn load(from: *const u16) -> __m512bh {
+    // SAFETY: the caller vouches for 32 elements.
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(from.cast())) }
+}
