@@ -169,7 +169,9 @@ mod tests {
                         unsafe {
                             match isa {
                                 #[cfg(target_arch = "x86_64")]
-                                Isa::Avx512 => with_avx512(function, &mut x),
+                                Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => {
+                                    with_avx512(function, &mut x)
+                                }
                                 #[cfg(target_arch = "x86_64")]
                                 Isa::Avx2 => with_avx2(function, &mut x),
                                 _ => map::<$portable>(function, &mut x),

@@ -142,9 +142,9 @@ impl<T: Element> Packed<T> {
             false => Self::elements(shape, keys),
         };
         Ok(Packed {
-            k: Buffer::new(k, "packed keys")?,
-            v: Buffer::new(v, "packed values")?,
-            careful: Buffer::new(keys.div_ceil(shape.key_tile), "tile flags")?,
+            k: Buffer::unfilled(k, "packed keys")?,
+            v: Buffer::unfilled(v, "packed values")?,
+            careful: Buffer::unfilled(keys.div_ceil(shape.key_tile), "tile flags")?,
             v_rows: Self::v_rows(shape, keys),
             pairs,
         })

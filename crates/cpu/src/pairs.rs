@@ -52,10 +52,10 @@ impl PackedPairs {
     pub(crate) fn new(shape: &Shape, keys: usize) -> Result<Self> {
         let (k, v) = Self::elements(shape, keys);
         Ok(PackedPairs {
-            k: Buffer::new(k, "packed keys")?,
-            v: Buffer::new(v, "packed values")?,
-            odd: Buffer::new(keys, "marks of keys")?,
-            odd_in_tile: Buffer::new(keys.div_ceil(shape.key_tile), "tile flags")?,
+            k: Buffer::unfilled(k, "packed keys")?,
+            v: Buffer::unfilled(v, "packed values")?,
+            odd: Buffer::unfilled(keys, "marks of keys")?,
+            odd_in_tile: Buffer::unfilled(keys.div_ceil(shape.key_tile), "tile flags")?,
             v_rows: Self::v_rows(shape, keys),
         })
     }
@@ -136,8 +136,8 @@ impl<T: Element> PairScratch<T> {
         let rows = shape.padded(rows);
         let q = shape.head_dim.div_ceil(CHUNK) * Self::chunk(rows);
         Ok(PairScratch {
-            q: Buffer::new(q, "queries of a tile")?,
-            odd: Buffer::new(rows, "marks of queries")?,
+            q: Buffer::unfilled(q, "queries of a tile")?,
+            odd: Buffer::unfilled(rows, "marks of queries")?,
             rows,
             strip: Buffer::new(MOST_ROWS * s_stride::<T::Acc>(), "scores of a tile")?,
         })
@@ -184,6 +184,14 @@ impl<T: Element> PairTile<'_, T> {
                 let odd = self.scratch.odd.at().add(first);
                 let chunk = PairScratch::<T>::chunk(self.scratch.rows);
                 (self.pairs.queries)(&rows, negate, to, chunk, odd);
+                // Rows that a block has beyond the last: numbers, whichever.
+                for row in n..self.machinery.shape.padded(n) {
+                    for cut in (0..rows.len).step_by(CHUNK) {
+                        let at = to.add(cut / CHUNK * chunk + row * ROW_STRIDE);
+                        let len = (rows.len - cut).min(CHUNK).next_multiple_of(DEPTH);
+                        std::slice::from_raw_parts_mut(at, len).fill(0);
+                    }
+                }
             }
         }
     }

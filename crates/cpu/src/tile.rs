@@ -89,11 +89,11 @@ impl<T: Element> Scratch<T> {
             ),
         };
         Ok(Scratch {
-            q: Buffer::new(q, "queries of a tile")?,
+            q: Buffer::unfilled(q, "queries of a tile")?,
             strip: Buffer::new(strip, "scores of a tile")?,
-            m: Buffer::new(padded, "state of a tile")?,
-            l: Buffer::new(padded, "state of a tile")?,
-            acc: Buffer::new(padded * shape.width, "state of a tile")?,
+            m: Buffer::unfilled(padded, "state of a tile")?,
+            l: Buffer::unfilled(padded, "state of a tile")?,
+            acc: Buffer::unfilled(padded * shape.width, "state of a tile")?,
             live: vec![(0, 0); rows],
             pairs: match shape.pairs {
                 true => Some(PairScratch::new(shape, rows)?),
