@@ -132,8 +132,9 @@ impl CpuBackend {
         let mut kernels = T::kernels(self.isa);
         let dims = problem.dims();
         let magnitude = problem.softmax_scale().abs() * dims.head_dim as f64;
-        if algorithm.resolve() != Algorithm::Fa2 || !(magnitude <= MOST_SCALE) || dims.head_dim == 0
-        {
+        let pairs =
+            algorithm.resolve() == Algorithm::Fa2 && magnitude <= MOST_SCALE && dims.head_dim > 0;
+        if !pairs {
             kernels.pairs = None;
         }
         let mut shape = Shape::new(dims, &kernels.tile, self.caches);

@@ -167,11 +167,9 @@ mod tests {
                         let mut x = x.to_vec();
                         // SAFETY: the instruction set is available.
                         unsafe {
-                            match isa {
+                            match isa.vectors() {
                                 #[cfg(target_arch = "x86_64")]
-                                Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => {
-                                    with_avx512(function, &mut x)
-                                }
+                                Isa::Avx512 => with_avx512(function, &mut x),
                                 #[cfg(target_arch = "x86_64")]
                                 Isa::Avx2 => with_avx2(function, &mut x),
                                 _ => map::<$portable>(function, &mut x),

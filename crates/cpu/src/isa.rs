@@ -51,6 +51,15 @@ impl Isa {
         }
     }
 
+    /// The set that has the vectors: what everything but the products of bf16 is made with.
+    pub(crate) fn vectors(self) -> Isa {
+        match self {
+            Isa::Amx | Isa::Avx512Bf16 => Isa::Avx512,
+            Isa::AmxEmulated => Isa::Portable,
+            other => other,
+        }
+    }
+
     /// Whether this processor has it.
     pub fn is_available(self) -> bool {
         match self {

@@ -252,6 +252,28 @@ impl<T: Element> Packed<T> {
         (at, self.v_rows * shape.nr)
     }
 
+    /// K and V of a tile as they are asked for ahead of time: where, bytes, panels.
+    pub(crate) fn ahead(&self, shape: &Shape, tile: usize) -> [(*const u8, usize, usize); 2] {
+        let size = size_of::<T::Acc>();
+        let k = self
+            .k
+            .at()
+            .wrapping_add(tile * shape.key_tile * shape.head_dim);
+        let v = self.v.at().wrapping_add(self.v_tile(shape, tile));
+        [
+            (
+                k.cast_const().cast(),
+                shape.key_tile * shape.head_dim * size,
+                shape.key_tile / shape.nr,
+            ),
+            (
+                v.cast_const().cast(),
+                self.v_rows * shape.v_panels * shape.nr * size,
+                shape.v_panels,
+            ),
+        ]
+    }
+
     /// Whether a value of the tile is NaN or infinite.
     ///
     /// # Safety

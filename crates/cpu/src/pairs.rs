@@ -10,7 +10,7 @@ use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::pairs::pack::{ODD_KEY, ODD_VALUE};
 use crate::kernel::pairs::{CHUNK, COLUMNS, DEPTH, MOST_ROWS, PairBlock, PairKernels, ROW_STRIDE};
-use crate::kernel::{Block, MAX_MR, Modifiers, dropout, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, dropout, s_stride};
 use crate::packed::KeySource;
 use crate::shape::{Shape, blocks_of};
 use crate::tile::{Machinery, TileState};
@@ -93,6 +93,27 @@ impl PackedPairs {
         }
     }
 
+    /// K and V of a tile as they are asked for ahead of time: where, bytes, panels.
+    fn ahead(&self, shape: &Shape, tile: usize) -> [(*const u8, usize, usize); 2] {
+        let k = self
+            .k
+            .at()
+            .wrapping_add(tile * shape.key_tile * depth(shape));
+        let v = self.v.at().wrapping_add(tile * self.v_rows * shape.width);
+        [
+            (
+                k.cast_const().cast(),
+                shape.key_tile * depth(shape) * size_of::<u16>(),
+                shape.key_tile / COLUMNS,
+            ),
+            (
+                v.cast_const().cast(),
+                self.v_rows * shape.width * size_of::<u16>(),
+                shape.width / COLUMNS,
+            ),
+        ]
+    }
+
     /// The panel of `key` in a tile's K.
     unsafe fn k(&self, shape: &Shape, tile: usize, key: usize) -> *mut u16 {
         // SAFETY: the tile and key lie inside the room, by the caller's promise.
@@ -156,6 +177,8 @@ pub(crate) struct PairTile<'a, T: Element> {
     pub(crate) rows: &'a Range<usize>,
     /// What each sees of the packed keys.
     pub(crate) live: &'a [(usize, usize)],
+    /// The tiles of keys that any row sees.
+    pub(crate) tiles: Range<usize>,
     pub(crate) state: TileState<T::Acc>,
 }
 
@@ -204,7 +227,9 @@ impl<T: Element> PairTile<'_, T> {
     pub(crate) unsafe fn absorb(&self, tile: usize) {
         let shape = &self.machinery.shape;
         let from = tile * shape.key_tile;
-        for (first, n, mr) in blocks_of(self.pairs.row_blocks, self.rows.len()) {
+        let sizes = self.pairs.row_blocks;
+        let blocks = self.rows.len().div_ceil(sizes[sizes.len() - 1]);
+        for (number, (first, n, mr)) in blocks_of(sizes, self.rows.len()).enumerate() {
             let mut live = [(0, 0); MOST_ROWS];
             let (mut low, mut high) = (usize::MAX, 0);
             for (slot, &(lo, hi)) in live.iter_mut().zip(&self.live[first..first + n]) {
@@ -242,6 +267,12 @@ impl<T: Element> PairTile<'_, T> {
                         l,
                         c: self.head.scoring.c,
                         careful: odd_in_tile & ODD_VALUE != 0,
+                        ahead: match tile + 1 < self.tiles.end {
+                            true => {
+                                Ahead::share(self.packed.ahead(shape, tile + 1), number, blocks)
+                            }
+                            false => Ahead::NONE,
+                        },
                     },
                     live,
                     q: self.scratch.q.at().add(first * ROW_STRIDE),
@@ -307,8 +338,14 @@ impl<T: Element> PairTile<'_, T> {
             if block.careful {
                 self.odd_values(block, from);
             }
-            (self.pairs.round)(pairs);
-            (self.pairs.weighted)(pairs);
+            // Õ goes through the instructions too: not where they have nothing to add to it, for it may
+            // be subnormal, like values that are all odd.
+            let marks = self.packed.odd.at().add(from + block.lo);
+            let mut marks = std::slice::from_raw_parts(marks, block.hi - block.lo).iter();
+            if marks.any(|mark| mark & ODD_VALUE == 0) {
+                (self.pairs.round)(pairs);
+                (self.pairs.weighted)(pairs);
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use crate::buffer::Buffer;
 use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
-use crate::kernel::{Block, MAX_MR, Modifiers, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, s_stride};
 use crate::packed::{KeySource, Packed};
 use crate::pairs::{PairScratch, PairTile};
 use crate::shape::Shape;
@@ -62,6 +62,8 @@ pub(crate) struct Scratch<T: Element> {
     l: Buffer<T::Acc>,
     acc: Buffer<T::Acc>,
     live: Vec<(usize, usize)>,
+    /// The packed keys that any of the rows sees.
+    seen: Range<usize>,
     pairs: Option<PairScratch<T>>,
 }
 
@@ -95,6 +97,7 @@ impl<T: Element> Scratch<T> {
             l: Buffer::unfilled(padded, "state of a tile")?,
             acc: Buffer::unfilled(padded * shape.width, "state of a tile")?,
             live: vec![(0, 0); rows],
+            seen: 0..0,
             pairs: match shape.pairs {
                 true => Some(PairScratch::new(shape, rows)?),
                 false => None,
@@ -173,7 +176,8 @@ impl<T: Element> Machinery<T> {
                 high = high.max(hi);
             }
         }
-        low.min(high)..high
+        scratch.seen = low.min(high)..high;
+        scratch.seen.clone()
     }
 
     /// Calls `step` for each row block and the tile `tile`, if any of the block's rows sees any of
@@ -194,7 +198,11 @@ impl<T: Element> Machinery<T> {
     ) {
         let shape = &self.shape;
         let from = tile * shape.key_tile;
-        for (first, n, mr) in shape.blocks(rows.len()) {
+        let more = self.tiles(&scratch.seen).end > tile + 1;
+        let blocks = rows
+            .len()
+            .div_ceil(shape.row_blocks[shape.row_blocks.len() - 1]);
+        for (number, (first, n, mr)) in shape.blocks(rows.len()).enumerate() {
             let mut live = [(0, 0); MAX_MR];
             let (mut low, mut high) = (usize::MAX, 0);
             for (slot, &(lo, hi)) in live.iter_mut().zip(&scratch.live[first..first + n]) {
@@ -231,6 +239,10 @@ impl<T: Element> Machinery<T> {
                     l,
                     c: head.scoring.c,
                     careful: packed.careful(tile),
+                    ahead: match more {
+                        true => Ahead::share(packed.ahead(shape, tile + 1), number, blocks),
+                        false => Ahead::NONE,
+                    },
                 }
             };
             let modifiers = head
@@ -272,11 +284,12 @@ impl<T: Element> Machinery<T> {
                     scratch: own,
                     rows,
                     live: &scratch.live,
+                    tiles: self.tiles(&seen),
                     state,
                 };
                 tile.take_queries();
                 (pairs.begin)();
-                for number in self.tiles(&seen) {
+                for number in tile.tiles.clone() {
                     tile.absorb(number);
                 }
                 (pairs.end)();

@@ -7,7 +7,7 @@ use crate::buffer::Buffer;
 use crate::isa::Isa;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::{CpuElement, Kernels};
-use crate::kernel::{Block, MAX_MR, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, s_stride};
 use crate::simd::MAX_LANES;
 
 /// The largest row block of an instruction set against `keys` keys, packed.
@@ -80,6 +80,7 @@ impl<T: CpuElement> TileBench<T> {
             l: l.at(),
             c: one,
             careful: false,
+            ahead: Ahead::NONE,
         };
         Ok(TileBench {
             kernels,

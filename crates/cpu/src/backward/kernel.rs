@@ -358,7 +358,7 @@ macro_rules! element {
         impl HasBackwardKernels for $T {
             #[allow(private_interfaces)] // the trait is reached through a sealed one, the table internal
             fn backward_kernels(isa: Isa) -> BackwardKernels<$T> {
-                match isa {
+                match isa.vectors() {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx512 => backward_table!(
                         $T,

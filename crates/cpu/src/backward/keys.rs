@@ -13,7 +13,7 @@ use crate::call::KvHead;
 use crate::head::{Head, rows_of};
 use crate::kernel::dropout::drop_out;
 use crate::kernel::pack::Rows;
-use crate::kernel::{Block, MAX_MR, Modifiers, max_key_tile, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, max_key_tile, s_stride};
 use crate::simd::MAX_LANES;
 
 /// The most rows of a tile.
@@ -207,6 +207,7 @@ impl<T: Element> Call<'_, T> {
                 l: std::ptr::null_mut(),
                 c: head.scoring.c,
                 careful: room.careful,
+                ahead: Ahead::NONE,
             }
         };
         let modifiers = head

@@ -124,4 +124,69 @@ pub(crate) struct Block<A> {
     pub(crate) c: A,
     /// A value of the tile is NaN or infinite: 0 · v is not 0, so hidden keys must be left out.
     pub(crate) careful: bool,
+    /// What the products ask for on the way.
+    pub(crate) ahead: Ahead,
+}
+
+/// A part of the next tile of keys, asked for into the second-level cache while this one is multiplied:
+/// all at once when the tile begins, as the hardware would fetch it, is more than a core gets when
+/// all cores want theirs.
+#[derive(Clone, Copy)]
+pub(crate) struct Ahead {
+    pub(crate) k: *const u8,
+    /// Cache lines of K for each panel of keys.
+    pub(crate) k_lines: usize,
+    pub(crate) v: *const u8,
+    /// Cache lines of V for each panel of its columns.
+    pub(crate) v_lines: usize,
+}
+
+impl Ahead {
+    /// Nothing.
+    pub(crate) const NONE: Ahead = Ahead {
+        k: std::ptr::null(),
+        k_lines: 0,
+        v: std::ptr::null(),
+        v_lines: 0,
+    };
+
+    /// Block number `block` of `blocks` asks for its share of `k_bytes` and `v_bytes`, in as many
+    /// parts as its products have panels.
+    pub(crate) fn share(
+        [k, v]: [(*const u8, usize, usize); 2],
+        block: usize,
+        blocks: usize,
+    ) -> Ahead {
+        let lines = |bytes: usize, panels: usize| bytes.div_ceil(LINE * blocks * panels.max(1));
+        let (k_lines, v_lines) = (lines(k.1, k.2), lines(v.1, v.2));
+        Ahead {
+            k: k.0.wrapping_add(block * k_lines * k.2 * LINE),
+            k_lines,
+            v: v.0.wrapping_add(block * v_lines * v.2 * LINE),
+            v_lines,
+        }
+    }
+
+    /// Asks for what panel number `panel` of K is to ask for.
+    #[inline(always)]
+    pub(crate) fn k(&self, panel: usize) {
+        ask(self.k, panel, self.k_lines);
+    }
+
+    /// Likewise of V.
+    #[inline(always)]
+    pub(crate) fn v(&self, panel: usize) {
+        ask(self.v, panel, self.v_lines);
+    }
+}
+
+/// Bytes of a cache line.
+pub(crate) const LINE: usize = 64;
+
+/// Panel number `panel` asks for its `lines` lines of what stands at `at`.
+#[inline(always)]
+pub(crate) fn ask(at: *const u8, panel: usize, lines: usize) {
+    for line in panel * lines..(panel + 1) * lines {
+        crate::simd::prefetch_far(at.wrapping_add(line * LINE));
+    }
 }

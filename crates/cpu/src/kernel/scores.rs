@@ -62,6 +62,7 @@ unsafe fn dot_products<V: Vector, const MR: usize>(block: &Block<V::E>) {
             let first = panel * V::NR;
             let k = block.k.add(first * block.head_dim);
             let s = block.s.add(first);
+            block.ahead.k(panel);
             // The last panel's second half may hold no live key.
             if V::NRV == 2 && block.hi - first > V::LANES {
                 let mut acc = [[V::splat(V::E::from_f64(0.0)); 2]; MR];

@@ -348,9 +348,9 @@ macro_rules! element {
             #[allow(private_interfaces)] // the trait is sealed, the table internal
             fn kernels(isa: Isa) -> Kernels<$T> {
                 let pairs: Option<PairKernels<$T>> = $pairs(isa);
-                let kernels = match isa {
+                let kernels = match isa.vectors() {
                     #[cfg(target_arch = "x86_64")]
-                    Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => table!(
+                    Isa::Avx512 => table!(
                         $T,
                         $avx512,
                         ["avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"]

@@ -46,6 +46,7 @@ unsafe fn range<V: Vector, const MR: usize>(block: &Block<V::E>, from: usize, to
             let first = panel * V::NR;
             let v = block.v.add(panel * block.v_panel + from * V::NR);
             let out = block.acc.add(first);
+            block.ahead.v(panel);
             if V::NRV == 2 && block.width - first > V::LANES {
                 let mut acc = [[V::splat(V::E::from_f64(0.0)); 2]; MR];
                 for (r, row) in acc.iter_mut().enumerate() {

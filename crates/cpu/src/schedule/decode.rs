@@ -18,7 +18,7 @@ use crate::call::{Call, KvHead};
 use crate::head::Head;
 use crate::kernel::dropout::drop_out;
 use crate::kernel::few::Unpacked;
-use crate::kernel::{Block, MAX_MR, Modifiers, max_key_tile, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, max_key_tile, s_stride};
 use crate::packed::KeySource;
 use crate::parallel::{in_order, threads};
 use crate::shape::Shape;
@@ -288,6 +288,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                 l: at.l,
                 c: self.call.scoring.c,
                 careful: false,
+                ahead: Ahead::NONE,
             };
             self.scores(&rows, first, &block, q_stride);
             (kernels.tile.online)(&block);

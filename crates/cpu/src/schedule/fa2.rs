@@ -17,8 +17,11 @@ use crate::schedule::decode;
 use crate::shape::Shape;
 use crate::tile::Scratch;
 
-/// Keys that one item packs, at least.
+/// Keys that one item packs, at most: fewer where more workers would wait for it.
 const KEYS_A_PACKING: usize = 1024;
+
+/// What is left for the last workers is cut into this many parts of a tile of rows.
+const LAST_PARTS: usize = 4;
 
 enum Item {
     /// Tiles of keys of a KV head.
@@ -95,7 +98,7 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
         .unwrap_or(1);
     let slots = heads_in_flight(threads, heads.len(), fewest_tiles);
     let ahead = slots.saturating_sub(2);
-    let (items, progress) = plan(call, &heads, group, ahead);
+    let (items, progress) = plan(call, &heads, group, ahead, threads);
 
     let keys = call.most_keys();
     let packed: Vec<Packed<T>> = (0..slots)
@@ -168,6 +171,7 @@ fn plan<T: Element>(
     heads: &[KvHead],
     group: usize,
     ahead: usize,
+    threads: usize,
 ) -> (Vec<Item>, Vec<Progress>) {
     let shape = &call.machinery.shape;
     let mut items = Vec::new();
@@ -178,7 +182,9 @@ fn plan<T: Element>(
         let sequence = &call.problem.sequences()[at.sequence];
         let rule = call.problem.mask_rule(sequence);
         let seen = call.machinery.tiles(&rule.keys(0..sequence.seqlen_q));
-        let chunk = KEYS_A_PACKING.div_ceil(shape.key_tile);
+        // The first heads are packed by as many workers as wait for them.
+        let share = (seen.len() * ahead.max(1)).div_ceil(threads);
+        let chunk = share.clamp(1, KEYS_A_PACKING.div_ceil(shape.key_tile));
         packings.push(
             seen.clone()
                 .step_by(chunk)
@@ -204,9 +210,12 @@ fn plan<T: Element>(
                 })
                 .collect(),
         );
+    }
+    cut_the_last(&mut tiles, shape.q_tile.div_ceil(LAST_PARTS), threads);
+    for (packings, tiles) in packings.iter().zip(&tiles) {
         progress.push(Progress {
-            packings_left: AtomicUsize::new(packings[head].len()),
-            tiles_left: AtomicUsize::new(tiles[head].len()),
+            packings_left: AtomicUsize::new(packings.len()),
+            tiles_left: AtomicUsize::new(tiles.len()),
         });
     }
     for packing in packings.iter_mut().take(ahead) {
@@ -219,4 +228,30 @@ fn plan<T: Element>(
         items.append(tiles);
     }
     (items, progress)
+}
+
+/// Cuts the last `threads` tiles of rows, so that no worker still has a whole one when the others have
+/// none. A row's bits do not depend on the tile it falls into.
+fn cut_the_last(tiles: &mut [Vec<Item>], rows_a_part: usize, threads: usize) {
+    if threads == 1 {
+        return;
+    }
+    let mut left = threads;
+    for tiles in tiles.iter_mut().rev() {
+        let kept = tiles.len() - tiles.len().min(left);
+        left -= tiles.len() - kept;
+        for tile in tiles.split_off(kept) {
+            let Item::Rows { head, n, rows } = tile else {
+                unreachable!("only rows are cut");
+            };
+            tiles.extend(rows.clone().step_by(rows_a_part).map(|first| Item::Rows {
+                head,
+                n,
+                rows: first..(first + rows_a_part).min(rows.end),
+            }));
+        }
+        if left == 0 {
+            return;
+        }
+    }
 }

@@ -1,10 +1,13 @@
 //! AMX: products of 16 × 32 tiles of bf16, in inline assembly, since the intrinsics are not stable.
 
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid_count, _mm512_cvtne2ps_pbh, _mm512_storeu_si512};
+use std::arch::x86_64::{
+    __cpuid_count, __m512bh, __m512i, _mm512_cvtne2ps_pbh, _mm512_storeu_si512,
+};
 use std::sync::OnceLock;
 
 use super::{COLUMNS, DEPTH, MOST_ROWS, Pairs, Product, ROW_STRIDE};
+use crate::kernel::ask;
 use crate::simd::avx512::F32x16;
 
 /// `tdpbf16ps`, the rest in AVX-512.
@@ -155,12 +158,17 @@ unsafe impl Pairs for Amx {
             panels,
             c_stride,
             add,
+            ahead,
             ..
         } = *product;
         let steps = depth.div_ceil(DEPTH);
         debug_assert!(steps > 0 && (rows == 16 || rows == 32));
         for first in (0..panels).step_by(2) {
             let pair = first + 2 <= panels;
+            ask(ahead.0, first, ahead.1);
+            if pair {
+                ask(ahead.0, first + 1, ahead.1);
+            }
             // SAFETY: the caller's promise: tiles are configured; 16 or 32 rows of A and C, one or two
             // panels of B and C are covered over whole depths. Pointers to what a form does not use are
             // not dereferenced.
@@ -216,7 +224,7 @@ unsafe impl Pairs for Amx {
         // SAFETY: the caller's promise.
         unsafe {
             let rounded = _mm512_cvtne2ps_pbh(high.register(), low.register());
-            _mm512_storeu_si512(to.cast(), std::mem::transmute(rounded));
+            _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(rounded));
         }
     }
 }

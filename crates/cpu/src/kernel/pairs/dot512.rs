@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{COLUMNS, Pairs, Product, ROW_STRIDE};
+use crate::kernel::ask;
 use crate::simd::Vector;
 use crate::simd::avx512::F32x16;
 
@@ -45,10 +46,13 @@ unsafe fn rows<const MR: usize>(product: &Product) {
     unsafe {
         let mut panel = 0;
         while panel + 2 <= product.panels {
+            ask(product.ahead.0, panel, product.ahead.1);
+            ask(product.ahead.0, panel + 1, product.ahead.1);
             block::<MR, 2>(product, panel);
             panel += 2;
         }
         if panel < product.panels {
+            ask(product.ahead.0, panel, product.ahead.1);
             block::<MR, 1>(product, panel);
         }
     }

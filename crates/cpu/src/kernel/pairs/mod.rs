@@ -58,6 +58,8 @@ pub(crate) struct Product {
     pub(crate) c_stride: usize,
     /// Adds to `c` instead of overwriting it.
     pub(crate) add: bool,
+    /// What each panel asks for on the way: see [`Ahead`](super::Ahead).
+    pub(crate) ahead: (*const u8, usize),
 }
 
 /// What multiplies pairs.

@@ -1,7 +1,7 @@
 //! One step of FlashAttention-2 on products of pairs, and its parts.
 
 use super::{CHUNK, COLUMNS, DEPTH, PairBlock, Pairs, Product, ROW_STRIDE};
-use crate::kernel::{s_stride, scores, softmax};
+use crate::kernel::{LINE, s_stride, scores, softmax};
 use crate::simd::Vector;
 
 /// Products, masking, online softmax, rounding of P and weighted values.
@@ -43,6 +43,16 @@ pub(crate) unsafe fn products<D: Pairs>(pairs: &PairBlock<f32>) {
                 c: block.s.add(lo),
                 c_stride: s_stride::<f32>(),
                 add: first > 0,
+                ahead: match first {
+                    0 => (
+                        block
+                            .ahead
+                            .k
+                            .wrapping_add(lo / COLUMNS * block.ahead.k_lines * LINE),
+                        block.ahead.k_lines,
+                    ),
+                    _ => (block.ahead.k, 0),
+                },
             });
         }
     }
@@ -93,7 +103,7 @@ pub(crate) unsafe fn weighted_values<D: Pairs>(pairs: &PairBlock<f32>) {
     let block = &pairs.block;
     let (lo, hi) = pairs.columns();
     const { assert!(2 * s_stride::<f32>() == ROW_STRIDE) };
-    debug_assert!(lo % DEPTH == 0 && block.width % COLUMNS == 0);
+    debug_assert!(lo.is_multiple_of(DEPTH) && block.width.is_multiple_of(COLUMNS));
     // SAFETY: the caller's promise.
     unsafe {
         D::multiply(&Product {
@@ -106,6 +116,7 @@ pub(crate) unsafe fn weighted_values<D: Pairs>(pairs: &PairBlock<f32>) {
             c: block.acc,
             c_stride: block.width,
             add: true,
+            ahead: (block.ahead.v, block.ahead.v_lines),
         });
     }
 }
