@@ -16,9 +16,9 @@ use tilewise_core::{
 use crate::cache::Store;
 use crate::error::{allocation, driver, unavailable};
 use crate::module::Modules;
-use crate::ops;
+use crate::ops::{self, DeviceInputs};
 use crate::probe::{probe, version_name};
-use crate::view::{DeviceView, DeviceViewMut};
+use crate::view::{DeviceMask, DeviceView, DeviceViewMut};
 
 /// Device memory that `standard` may take for S and P at once, if more is free.
 const STANDARD_BUDGET: u64 = 8 << 30;
@@ -197,18 +197,27 @@ impl CudaBackend {
             let q = Uploaded::new(stream, "q", &inputs.q)?;
             let k = Uploaded::new(stream, "k", &inputs.k)?;
             let v = Uploaded::new(stream, "v", &inputs.v)?;
+            let bias = Uploaded::maybe(stream, "bias", &inputs.bias)?;
+            let mask = Uploaded::maybe(stream, "mask", &inputs.mask)?;
+            let keep_mask = Uploaded::maybe(stream, "keep_mask", &inputs.keep_mask)?;
             let shape = dims.out_shape();
             let mut result = device_zeros::<T>(stream, "out", shape.iter().product())?;
             let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
             let [b, h, s] = dims.lse_shape();
-            ops::forward(
+            let given = DeviceInputs {
+                q: q.view()?,
+                k: k.view()?,
+                v: v.view()?,
+                bias: bias.as_ref().map(Uploaded::view).transpose()?,
+                mask: mask.as_ref().map(Uploaded::mask).transpose()?,
+                keep_mask: keep_mask.as_ref().map(Uploaded::mask).transpose()?,
+            };
+            ops::forward_with(
                 self,
                 stream,
                 problem,
                 algorithm,
-                &q.view()?,
-                &k.view()?,
-                &v.view()?,
+                &given,
                 &mut DeviceViewMut::bhsd::<T, _>(&mut result, shape)?,
                 Some(&mut DeviceViewMut::bhsd::<f32, _>(&mut sums, [b, h, s, 1])?),
             )?;
@@ -240,7 +249,17 @@ pub(crate) struct Uploaded<T> {
     offset: usize,
 }
 
-impl<T: Element + DeviceRepr> Uploaded<T> {
+impl<T: Copy + Default + DeviceRepr> Uploaded<T> {
+    /// What may be there.
+    pub(crate) fn maybe(
+        stream: &Arc<CudaStream>,
+        name: &'static str,
+        view: &Option<TensorView<'_, T>>,
+    ) -> Result<Option<Uploaded<T>>> {
+        let uploaded = view.as_ref().map(|view| Uploaded::new(stream, name, view));
+        uploaded.transpose()
+    }
+
     pub(crate) fn new(
         stream: &Arc<CudaStream>,
         name: &'static str,
@@ -291,8 +310,17 @@ impl<T: Element + DeviceRepr> Uploaded<T> {
         })
     }
 
-    pub(crate) fn view(&self) -> Result<DeviceView<'_>> {
+    pub(crate) fn view(&self) -> Result<DeviceView<'_>>
+    where
+        T: Element,
+    {
         DeviceView::from_strides::<T, _>(&self.memory, self.shape, self.strides, self.offset)
+    }
+}
+
+impl Uploaded<u8> {
+    pub(crate) fn mask(&self) -> Result<DeviceMask<'_>> {
+        DeviceMask::from_strides(&self.memory, self.shape, self.strides, self.offset)
     }
 }
 
@@ -388,10 +416,7 @@ impl Backend for CudaBackend {
 
     fn workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
         match algorithm.resolve() {
-            Algorithm::Standard => {
-                let (pairs, rows, ld) = ops::standard_chunks(problem, self.standard_budget());
-                pairs * rows * ld * (4 + problem.dtype().size() as u64)
-            }
+            Algorithm::Standard => ops::standard_bytes(problem, self.standard_budget()),
             Algorithm::Fa1 => ops::fa1_bytes(problem),
             _ => 0,
         }

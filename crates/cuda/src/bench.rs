@@ -99,10 +99,17 @@ pub fn time(
     let dims = *problem.dims();
     let dtype = problem.dtype();
     backend.on_stream(|stream| {
+        let rows = [dims.batch, dims.num_heads, dims.seqlen_q, dims.head_dim];
         let wide = [dims.batch, dims.num_kv_heads, dims.seqlen_k, dims.head_dim];
+        let wide_v = [
+            dims.batch,
+            dims.num_kv_heads,
+            dims.seqlen_k,
+            dims.head_dim_v,
+        ];
         let count = |shape: [usize; 4]| shape.iter().product::<usize>();
         let make = |shape, seed| normal(backend, stream, dtype, count(shape), seed);
-        let (mut q, mut k, mut v) = (make(dims.out_shape(), 1)?, make(wide, 2)?, make(wide, 3)?);
+        let (mut q, mut k, mut v) = (make(rows, 1)?, make(wide, 2)?, make(wide_v, 3)?);
         let mut out = scratch(
             stream,
             "out",
@@ -126,9 +133,9 @@ pub fn time(
         // outlive the stream's work, which `on_stream` waits for.
         let (vq, vk, vv) = unsafe {
             (
-                DeviceView::from_raw(pq, dtype, dims.out_shape(), contiguous(dims.out_shape())),
+                DeviceView::from_raw(pq, dtype, rows, contiguous(rows)),
                 DeviceView::from_raw(pk, dtype, wide, contiguous(wide)),
-                DeviceView::from_raw(pv, dtype, wide, contiguous(wide)),
+                DeviceView::from_raw(pv, dtype, wide_v, contiguous(wide_v)),
             )
         };
         let mut call = || -> Result<()> {

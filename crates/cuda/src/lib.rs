@@ -28,9 +28,11 @@ pub mod kernels;
 pub mod module;
 pub mod nvrtc;
 pub mod ops;
+mod pack;
 pub mod probe;
 pub mod raw;
 pub mod records;
+mod sequences;
 pub mod state;
 pub mod view;
 
@@ -38,7 +40,7 @@ pub use backend::{CudaBackend, CudaOptions};
 pub use cudarc;
 pub use probe::{Device, Probe, probe};
 pub use state::CudaState;
-pub use view::{DeviceView, DeviceViewMut};
+pub use view::{DeviceMask, DeviceView, DeviceViewMut};
 
 /// The name under which errors speak of this backend.
 pub(crate) const NAME: &str = "cuda";

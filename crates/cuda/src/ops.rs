@@ -2,14 +2,17 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream};
-use tilewise_core::{Algorithm, DType, Error, Problem, Result};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _};
+use tilewise_core::{Algorithm, DType, Dropout, Error, Problem, Result};
 
 use crate::backend::CudaBackend;
 use crate::error::{allocation, driver, unsupported};
-use crate::kernels::{Mask, Score, Spec, Variant, fa1, fa2, pad, standard};
-use crate::raw::{self, Args, Shape};
-use crate::view::{DeviceView, DeviceViewMut, aligned};
+use crate::kernels::{
+    Mask, PADDED, Score, Spec, Variant, fa1, fa2, fa2_wide, pack as packing, pad, standard,
+};
+use crate::raw::{self, Args, Shape, Tensor};
+use crate::sequences::{self, OnDevice};
+use crate::view::{DeviceMask, DeviceView, DeviceViewMut, broadcast};
 
 /// Blocks that one launch may have along x.
 const GRID_X: u64 = i32::MAX as u64;
@@ -21,49 +24,19 @@ const GRID_Y: u64 = 65_535;
 /// # Errors
 /// [`Error::Unsupported`] naming the first thing it cannot do.
 pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
-    let (dims, options) = (problem.dims(), problem.options());
+    let dims = problem.dims();
     let refuse = |what: String| Err(unsupported(format!("{what} with {}", algorithm.resolve())));
     match problem.dtype() {
         DType::F16 | DType::BF16 | DType::F32 => {}
         other => return refuse(format!("dtype {other}")),
     }
-    if problem.is_packed() {
-        return refuse("packed sequences (cu_seqlens)".into());
-    }
     if problem.page_size().is_some() {
         return refuse("paged keys (block_table)".into());
     }
-    if problem.has_bias() {
-        return refuse("a bias".into());
+    if algorithm.resolve() == Algorithm::Fa1 {
+        fa1_supports(problem)?;
     }
-    if problem.has_mask() {
-        return refuse("a boolean mask".into());
-    }
-    if options.get_dropout().is_some() {
-        return refuse("dropout".into());
-    }
-    if options.get_alibi_slopes().is_some() {
-        return refuse("alibi_slopes".into());
-    }
-    if options.get_sinks().is_some() {
-        return refuse("sinks".into());
-    }
-    if problem
-        .sequences()
-        .iter()
-        .any(|sequence| sequence.seqlen_k != dims.seqlen_k)
-    {
-        return refuse("seqused_k".into());
-    }
-    if dims.head_dim_v != dims.head_dim {
-        return refuse(format!(
-            "head_dim_v {} other than head_dim {}",
-            dims.head_dim_v, dims.head_dim
-        ));
-    }
-    if pad(dims.head_dim).is_none() {
-        return refuse(format!("head_dim {} (at most 256)", dims.head_dim));
-    }
+    sequences::check(problem)?;
     // The kernels count rows and keys, and sums of both, in 32 bits; everything else is 64 bits wide.
     if dims.seqlen_q.saturating_add(dims.seqlen_k) > (1 << 30) {
         return refuse(format!(
@@ -81,6 +54,43 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     Ok(())
 }
 
+/// The published FlashAttention-1 kernels know causality and scale, and so does this one.
+fn fa1_supports(problem: &Problem) -> Result<()> {
+    let (dims, options) = (problem.dims(), problem.options());
+    let refuse = |what: &str| Err(unsupported(format!("{what} with {}", Algorithm::Fa1)));
+    if problem.is_packed() {
+        return refuse("packed sequences (cu_seqlens)");
+    }
+    if problem.has_bias() {
+        return refuse("a bias");
+    }
+    if problem.has_mask() {
+        return refuse("a boolean mask");
+    }
+    if options.get_dropout().is_some() {
+        return refuse("dropout");
+    }
+    if options.get_alibi_slopes().is_some() {
+        return refuse("alibi_slopes");
+    }
+    if options.get_sinks().is_some() {
+        return refuse("sinks");
+    }
+    if sequences::needed(problem) {
+        return refuse("seqused_k");
+    }
+    if dims.head_dim_v != dims.head_dim {
+        return refuse(&format!(
+            "head_dim_v {} other than head_dim {}",
+            dims.head_dim_v, dims.head_dim
+        ));
+    }
+    if pad(dims.head_dim).is_none() {
+        return refuse(&format!("head_dim {} (at most 256)", dims.head_dim));
+    }
+    Ok(())
+}
+
 /// Kernel arguments and compile-time needs that follow from a problem and where its tensors lie.
 pub(crate) struct Plan {
     pub(crate) args: Args,
@@ -90,7 +100,8 @@ pub(crate) struct Plan {
 /// `first_key` and `keys` narrow the problem's keys for a state that takes them in parts.
 pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<Plan> {
     let (dims, options) = (problem.dims(), problem.options());
-    let padded = pad(dims.head_dim).ok_or_else(|| unsupported("head_dim above 256"))?;
+    // Wider rows are taken in slices, which the families cut as they see fit.
+    let most = PADDED[PADDED.len() - 1];
     let rule = tilewise_core::MaskRule::new(options, dims.seqlen_q, dims.seqlen_k);
     let right = if options.is_causal() {
         Some(0)
@@ -107,7 +118,7 @@ pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<P
     } else {
         Score::Folded
     };
-    let args = Args {
+    let mut args = Args {
         batch: dims.batch as i32,
         heads: dims.num_heads as i32,
         group_size: dims.group().max(1) as i32,
@@ -125,14 +136,31 @@ pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<P
         softcap: options.get_softcap().unwrap_or(0.0) as f32,
         ..Args::default()
     };
+    if let Some(dropout) = options.get_dropout() {
+        dropped(&mut args, dropout);
+    }
     Ok(Plan {
         args,
         spec: Spec {
             mask,
             score,
-            ..Spec::plain(problem.dtype(), padded)
+            padded_v: pad(dims.head_dim_v).unwrap_or(most),
+            dropout: options.get_dropout().is_some(),
+            ..Spec::plain(problem.dtype(), pad(dims.head_dim).unwrap_or(most))
         },
     })
+}
+
+/// Names `dropout` in a kernel's arguments; a mask of kept weights is named apart.
+pub(crate) fn dropped(args: &mut Args, dropout: Dropout) {
+    args.drop_scale = dropout.scale() as f32;
+    // As `tilewise_core::dropout` words the key and the threshold.
+    if let Dropout::Philox { p, seed, offset } = dropout {
+        args.drop_key0 = seed as u32;
+        args.drop_key1 = ((seed >> 32) as u32).wrapping_add((offset >> 32) as u32);
+        args.drop_offset = offset as u32;
+        args.drop_threshold = (p * 4_294_967_296.0).round() as u64;
+    }
 }
 
 /// (batch, head) pairs whose K and V together stay in a good part of the second-level cache.
@@ -188,16 +216,114 @@ pub(crate) fn check_lse(problem: &Problem, lse: &DeviceViewMut<'_>) -> Result<()
     Ok(())
 }
 
-/// Attention over device memory.
-///
-/// Asynchronous: everything is queued on `stream` (of this backend's context, the caller's own for
-/// instance) and the call returns at once. Inputs are read as they lie; `out` is
-/// `[batch, num_heads, seqlen_q, head_dim]`, `lse` f32 `[batch, num_heads, seqlen_q, 1]`, contiguous.
-/// Concurrent calls from several threads and on several streams are safe. `standard` and `fa1` take
-/// workspace from the stream's memory pool.
+/// The tensors of a call in device memory: [`tilewise_core::Inputs`] without lengths, which the
+/// [`Problem`] holds.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceInputs<'a> {
+    /// `[batch, num_heads, seqlen_q, head_dim]`.
+    pub q: DeviceView<'a>,
+    /// `[batch, num_kv_heads, seqlen_k, head_dim]`.
+    pub k: DeviceView<'a>,
+    /// `[batch, num_kv_heads, seqlen_k, head_dim_v]`.
+    pub v: DeviceView<'a>,
+    /// `[batch, num_heads, seqlen_q, seqlen_k]` or 1 in any axis.
+    pub bias: Option<DeviceView<'a>>,
+    /// The same of bytes, 0 = hidden.
+    pub mask: Option<DeviceMask<'a>>,
+    /// The same of bytes, 0 = dropped.
+    pub keep_mask: Option<DeviceMask<'a>>,
+}
+
+impl<'a> DeviceInputs<'a> {
+    /// Plain q, k and v.
+    pub fn new(q: DeviceView<'a>, k: DeviceView<'a>, v: DeviceView<'a>) -> Self {
+        DeviceInputs {
+            q,
+            k,
+            v,
+            bias: None,
+            mask: None,
+            keep_mask: None,
+        }
+    }
+
+    /// Whether shapes and dtypes are those of `problem`, and what it is posed with is there.
+    fn check(&self, problem: &Problem) -> Result<()> {
+        let dims = problem.dims();
+        for (name, view, shape) in [
+            ("q", &self.q, q_shape(problem)),
+            ("k", &self.k, k_shape(problem)),
+            ("v", &self.v, v_shape(problem)),
+        ] {
+            expect_dtype(name, view.dtype(), problem.dtype())?;
+            expect(name, view.shape(), shape)?;
+        }
+        if let Some(bias) = &self.bias {
+            expect_dtype("bias", bias.dtype(), problem.dtype())?;
+        }
+        let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+        let by_mask = matches!(problem.options().get_dropout(), Some(Dropout::Mask { .. }));
+        let (bias, mask, keep) = (
+            self.bias.map(|view| view.shape()),
+            self.mask.map(|view| view.shape()),
+            self.keep_mask.map(|view| view.shape()),
+        );
+        for (name, wanted, shape) in [
+            ("bias", problem.has_bias(), bias),
+            ("mask", problem.has_mask(), mask),
+            ("keep_mask", by_mask, keep),
+        ] {
+            let fits = match shape {
+                Some(shape) => broadcast(Tensor::default(), shape, full).is_some(),
+                None => true,
+            };
+            if wanted != shape.is_some() || !fits {
+                return Err(Error::shape(
+                    name,
+                    if wanted {
+                        format!("{full:?} or 1 in any axis, as the problem was posed with one")
+                    } else {
+                        "none, as the problem was posed without".into()
+                    },
+                    shape.map_or("none".into(), |shape| format!("{shape:?}")),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Values of each head, in device memory.
+pub(crate) fn upload_per_head(
+    stream: &Arc<CudaStream>,
+    name: &'static str,
+    values: &[f32],
+) -> Result<CudaSlice<f32>> {
+    stream
+        .clone_htod(values)
+        .map_err(|e| allocation(name, size_of_val(values) as u64, e))
+}
+
+pub(crate) fn q_shape(problem: &Problem) -> [usize; 4] {
+    let d = problem.dims();
+    [d.batch, d.num_heads, d.seqlen_q, d.head_dim]
+}
+
+fn k_shape(problem: &Problem) -> [usize; 4] {
+    let d = problem.dims();
+    [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim]
+}
+
+fn v_shape(problem: &Problem) -> [usize; 4] {
+    let d = problem.dims();
+    [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim_v]
+}
+
+/// Attention over device memory, without bias, mask and dropout by a mask: [`forward_with`] of q, k and
+/// v alone.
 ///
 /// # Errors
-/// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, and failures of the driver.
+/// As [`forward_with`].
 #[allow(clippy::too_many_arguments)]
 pub fn forward(
     backend: &CudaBackend,
@@ -210,13 +336,33 @@ pub fn forward(
     out: &mut DeviceViewMut<'_>,
     lse: Option<&mut DeviceViewMut<'_>>,
 ) -> Result<()> {
+    let inputs = DeviceInputs::new(*q, *k, *v);
+    forward_with(backend, stream, problem, algorithm, &inputs, out, lse)
+}
+
+/// Attention over device memory.
+///
+/// Asynchronous: everything is queued on `stream` (of this backend's context, the caller's own for
+/// instance) and the call returns at once. Inputs are read as they lie; those whose rows are not of
+/// 16-byte multiples at 16-byte addresses are first laid out anew in memory of the stream's pool, and
+/// `standard` and `fa1` take workspace from there. `out` is `[batch, num_heads, seqlen_q, head_dim_v]`,
+/// `lse` f32 `[batch, num_heads, seqlen_q, 1]`, contiguous. Concurrent calls from several threads and on
+/// several streams are safe.
+///
+/// # Errors
+/// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, and failures of the driver.
+pub fn forward_with(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    algorithm: Algorithm,
+    inputs: &DeviceInputs<'_>,
+    out: &mut DeviceViewMut<'_>,
+    lse: Option<&mut DeviceViewMut<'_>>,
+) -> Result<()> {
     supports(problem, algorithm)?;
     let dims = problem.dims();
-    let wide = [dims.batch, dims.num_kv_heads, dims.seqlen_k, dims.head_dim];
-    for (name, view, shape) in [("q", q, dims.out_shape()), ("k", k, wide), ("v", v, wide)] {
-        expect_dtype(name, view.dtype(), problem.dtype())?;
-        expect(name, view.shape(), shape)?;
-    }
+    inputs.check(problem)?;
     expect_dtype("out", out.dtype(), problem.dtype())?;
     expect("out", out.shape(), dims.out_shape())?;
     if let Some(lse) = &lse {
@@ -227,38 +373,73 @@ pub fn forward(
     }
     backend.bind()?;
     let Plan { mut args, mut spec } = plan(problem, 0, dims.seqlen_k)?;
-    let mut guards = Vec::with_capacity(5);
-    let mut take = |(tensor, guard): (raw::Tensor, Option<_>)| {
+    let mut guards = Vec::with_capacity(8);
+    let mut take = |(tensor, guard): (Tensor, Option<_>)| {
         guards.extend(guard);
         tensor
     };
-    args.q = take(q.acquire(stream));
-    args.k = take(k.acquire(stream));
-    args.v = take(v.acquire(stream));
+    // What is laid out anew lives to the end of this call; its memory is freed on the stream.
+    let mut anew = Vec::new();
+    let mut rows = |tensor: Tensor, shape| -> Result<Tensor> {
+        let (tensor, memory) = crate::pack::aligned(backend, stream, tensor, shape, spec.dtype)?;
+        anew.extend(memory);
+        Ok(tensor)
+    };
+    args.q = rows(take(inputs.q.acquire(stream)), q_shape(problem))?;
+    args.k = rows(take(inputs.k.acquire(stream)), k_shape(problem))?;
+    args.v = rows(take(inputs.v.acquire(stream)), v_shape(problem))?;
     args.o = take(out.acquire(stream));
     if let Some(lse) = lse {
         args.lse = take(lse.acquire(stream)).ptr;
     }
-    spec.aligned = [
-        (&args.q, dims.out_shape()),
-        (&args.k, wide),
-        (&args.v, wide),
-        (&args.o, dims.out_shape()),
-    ]
-    .into_iter()
-    .all(|(tensor, shape)| aligned(tensor, shape, spec.dtype));
-
-    match algorithm.resolve() {
+    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+    let spread = |tensor, shape| broadcast(tensor, shape, full).unwrap_or_default();
+    if let Some(bias) = &inputs.bias {
+        args.bias = spread(take(bias.acquire(stream)), bias.shape());
+    }
+    if let Some(mask) = &inputs.mask {
+        args.mask = spread(take(mask.acquire(stream)), mask.shape());
+    }
+    if let Some(keep) = &inputs.keep_mask {
+        args.keep = spread(take(keep.acquire(stream)), keep.shape());
+    }
+    let options = problem.options();
+    let mut per_head = Vec::new();
+    for (name, values, place) in [
+        ("alibi_slopes", options.get_alibi_slopes(), &mut args.alibi),
+        ("sinks", options.get_sinks(), &mut args.sinks),
+    ] {
+        if let Some(values) = values {
+            let memory = upload_per_head(stream, name, values)?;
+            *place = memory.device_ptr(stream).0;
+            per_head.push(memory);
+        }
+    }
+    let beyond = sequences::rows_beyond(problem);
+    if !beyond.is_empty() {
+        let args = Args {
+            row0: beyond.start as i32,
+            rows: beyond.len() as i32,
+            ..args
+        };
+        let elements = (dims.batch * dims.num_heads * beyond.len() * dims.head_dim_v.max(1)) as u64;
+        let clear = packing::variant("tw_clear_rows", spec.dtype);
+        launch_grid_stride(backend, stream, &clear, elements, &args)?;
+    }
+    spec.mask = sequences::mask(problem);
+    let result = match algorithm.resolve() {
         Algorithm::Standard => run_standard(backend, stream, problem, args, &spec),
         Algorithm::Fa1 => run_fa1(backend, stream, problem, args, &spec),
-        _ => run_fa2(backend, stream, problem, args, &spec, false),
-    }
+        _ => run_fa2_forward(backend, stream, problem, args, &spec),
+    };
+    drop((anew, per_head));
+    result
 }
 
 fn missing(spec: &Spec) -> Error {
     unsupported(format!(
-        "head_dim {} in {} within this device's shared memory",
-        spec.padded, spec.dtype
+        "head_dim {} and {} in {} within this device's shared memory",
+        spec.padded, spec.padded_v, spec.dtype
     ))
 }
 
@@ -281,6 +462,59 @@ fn launch(
     // same stream and so after the launch.
     unsafe { raw::launch(stream, &function, shape, args) }
         .map_err(|e| driver(&format!("launching {}", variant.name), e))
+}
+
+/// `fa2` for every problem: rows of up to 256 columns, or wider ones in slices; all of a batch entry's
+/// rows and keys, or those of sequences in a table.
+fn run_fa2_forward(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    mut args: Args,
+    spec: &Spec,
+) -> Result<()> {
+    let dims = problem.dims();
+    let limit = backend.shared_limit();
+    let wide = pad(dims.head_dim.max(dims.head_dim_v)).is_none();
+    if !wide && !sequences::needed(problem) {
+        return run_fa2(backend, stream, problem, args, spec, false);
+    }
+    let mut spec = *spec;
+    let tile = fa2_wide::tile(spec.dtype, dims.head_dim_v);
+    let rows = if wide {
+        tile.rows
+    } else {
+        fa2::rows(&spec, limit).ok_or_else(|| missing(&spec))?
+    };
+    let table = if sequences::needed(problem) {
+        spec.sequences = true;
+        let Some(table) = OnDevice::new(stream, problem, rows as usize)? else {
+            return Ok(());
+        };
+        table.place(stream, &mut args)?;
+        args.pairs = args.heads;
+        let keys = problem.sequences().iter().map(|s| s.seqlen_k).sum();
+        args.pairs_per_group = pairs_per_group(problem, keys, backend.l2_bytes()).min(args.heads);
+        Some(table)
+    } else {
+        args.row_blocks = (args.sq as u32).div_ceil(rows) as i32;
+        args.pairs_per_group = pairs_per_group(problem, dims.seqlen_k, backend.l2_bytes());
+        None
+    };
+    let (variant, columns) = if wide {
+        let columns = dims.head_dim_v.div_ceil(tile.columns as usize).max(1) as u64;
+        (fa2_wide::variant(&spec, tile, limit), columns)
+    } else {
+        (fa2::variant(&spec, limit, false), 1)
+    };
+    let variant = variant.ok_or_else(|| missing(&spec))?;
+    let blocks = args.row_blocks as u64 * args.pairs as u64;
+    if blocks > GRID_X {
+        return Err(unsupported(format!("{blocks} row blocks in one call")));
+    }
+    launch(backend, stream, &variant, (blocks, columns), &args)?;
+    drop(table);
+    Ok(())
 }
 
 pub(crate) fn run_fa2(
@@ -315,7 +549,7 @@ pub(crate) fn scratch(stream: &Arc<CudaStream>, what: &str, bytes: u64) -> Resul
     unsafe { stream.alloc::<u8>(len) }.map_err(|e| allocation(what, bytes, e))
 }
 
-fn address(memory: &mut CudaSlice<u8>, stream: &CudaStream) -> u64 {
+pub(crate) fn address(memory: &mut CudaSlice<u8>, stream: &CudaStream) -> u64 {
     use cudarc::driver::DevicePtrMut;
     let (ptr, _guard) = memory.device_ptr_mut(stream);
     ptr
@@ -345,52 +579,107 @@ fn run_fa1(
     launch(backend, stream, &variant, (args.pairs as u64, 1), &args)
 }
 
-/// How `standard` cuts a call so that S and P stay within `budget` bytes: pairs a chunk, rows a chunk.
-pub(crate) fn standard_chunks(problem: &Problem, budget: u64) -> (u64, u64, u64) {
-    let dims = problem.dims();
-    let ld = (dims.seqlen_k as u64).next_multiple_of(8);
-    let row = (ld * (4 + problem.dtype().size() as u64)).max(1);
-    let pairs = dims.batch as u64 * dims.num_heads as u64;
-    let sq = dims.seqlen_q as u64;
-    let whole = row * sq.max(1);
-    if whole <= budget {
-        ((budget / whole).clamp(1, pairs.clamp(1, GRID_Y)), sq, ld)
-    } else {
-        // Rows in multiples of every tile's height.
-        let rows = (budget / row / 128 * 128).clamp(128, sq.max(128));
-        (1, rows.min(sq), ld)
+/// How `standard` cuts one call of its kernels so that S and P stay within `budget` bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Chunks {
+    /// (batch, head) pairs a chunk.
+    pairs: u64,
+    /// Rows a chunk.
+    rows: u64,
+    /// Length of a row of S and P in elements.
+    ld: u64,
+}
+
+impl Chunks {
+    fn of(pairs: u64, seqlen_q: u64, seqlen_k: u64, dtype: DType, budget: u64) -> Chunks {
+        let ld = seqlen_k.next_multiple_of(8);
+        let row = (ld * (4 + dtype.size() as u64)).max(1);
+        let whole = row.saturating_mul(seqlen_q.max(1));
+        let (pairs, rows) = if whole <= budget {
+            ((budget / whole).clamp(1, pairs.clamp(1, GRID_Y)), seqlen_q)
+        } else {
+            // Rows in multiples of every tile's height.
+            let rows = (budget / row / 128 * 128).clamp(128, seqlen_q.max(128));
+            (1, rows.min(seqlen_q))
+        };
+        Chunks { pairs, rows, ld }
     }
+
+    fn cells(&self) -> u64 {
+        self.pairs * self.rows * self.ld
+    }
+}
+
+/// The calls of `standard`'s kernels: one for the whole batch, or one for each sequence that has rows.
+fn standard_calls(problem: &Problem, args: &Args) -> Vec<Args> {
+    if !sequences::needed(problem) {
+        return vec![*args];
+    }
+    (0..problem.sequences().len())
+        .filter(|&number| problem.sequences()[number].seqlen_q > 0)
+        .map(|number| sequences::alone(problem, number, args))
+        .collect()
+}
+
+/// Bytes of workspace that `standard` takes.
+pub(crate) fn standard_bytes(problem: &Problem, budget: u64) -> u64 {
+    let dims = problem.dims();
+    let pairs = if sequences::needed(problem) {
+        1
+    } else {
+        dims.batch
+    } as u64
+        * dims.num_heads as u64;
+    let cells = |s: &tilewise_core::problem::Sequence| {
+        let (sq, sk) = (s.seqlen_q as u64, s.seqlen_k as u64);
+        Chunks::of(pairs, sq, sk, problem.dtype(), budget).cells()
+    };
+    let most = problem.sequences().iter().map(cells).max().unwrap_or(0);
+    most * (4 + problem.dtype().size() as u64)
 }
 
 fn run_standard(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
     problem: &Problem,
-    mut args: Args,
+    args: Args,
     spec: &Spec,
 ) -> Result<()> {
-    let dims = problem.dims();
+    let budget = backend.standard_budget();
+    let bytes = standard_bytes(problem, budget);
+    let size = spec.dtype.size() as u64;
+    let cells = bytes / (4 + size);
+    let mut s = scratch(stream, "the score matrix", cells * 4)?;
+    let mut p = scratch(stream, "the probability matrix", cells * size)?;
+    for mut call in standard_calls(problem, &args) {
+        call.s = address(&mut s, stream);
+        call.p = address(&mut p, stream);
+        standard_call(backend, stream, call, spec, budget)?;
+    }
+    Ok(())
+}
+
+fn standard_call(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    mut args: Args,
+    spec: &Spec,
+    budget: u64,
+) -> Result<()> {
     let limit = backend.shared_limit();
-    let [scores, softmax, out] = standard::variants(spec, limit, dims.seqlen_k);
+    let seqlen_k = args.sk as usize;
+    let [scores, softmax, out] = standard::variants(spec, limit, seqlen_k);
     let (Some(scores), Some(softmax), Some(out)) = (scores, softmax, out) else {
         return Err(missing(spec));
     };
     let tile = standard::scores_tile(spec, limit).ok_or_else(|| missing(spec))?;
     let out_rows = u64::from(standard::out_rows(spec, limit).ok_or_else(|| missing(spec))?);
-    let (pairs, rows, ld) = standard_chunks(problem, backend.standard_budget());
-    let cells = pairs * rows * ld;
-    let mut s = scratch(stream, "the score matrix", cells * 4)?;
-    let mut p = scratch(
-        stream,
-        "the probability matrix",
-        cells * spec.dtype.size() as u64,
-    )?;
-    args.s = address(&mut s, stream);
-    args.p = address(&mut p, stream);
-    args.ld_s = ld as i64;
-    args.ld_p = ld as i64;
+    let parts = (args.dv as u64).div_ceil(u64::from(spec.padded_v)).max(1);
     let all = args.pairs as u64;
     let sq = args.sq as u64;
+    let Chunks { pairs, rows, ld } = Chunks::of(all, sq, seqlen_k as u64, spec.dtype, budget);
+    args.ld_s = ld as i64;
+    args.ld_p = ld as i64;
     let columns = (args.sk as u64).div_ceil(u64::from(tile.columns));
     for pair0 in (0..all).step_by(pairs as usize) {
         let here = pairs.min(all - pair0);
@@ -403,18 +692,26 @@ fn run_standard(
                 let blocks = height.div_ceil(u64::from(tile.rows)) * columns;
                 launch(backend, stream, &scores, (blocks, here), &args)?;
             }
-            let blocks = height.div_ceil(u64::from(standard::softmax_rows(dims.seqlen_k)));
+            let blocks = height.div_ceil(u64::from(standard::softmax_rows(seqlen_k)));
             launch(backend, stream, &softmax, (blocks, here), &args)?;
-            launch(
-                backend,
-                stream,
-                &out,
-                (height.div_ceil(out_rows), here),
-                &args,
-            )?;
+            let blocks = height.div_ceil(out_rows) * parts;
+            launch(backend, stream, &out, (blocks, here), &args)?;
         }
     }
     Ok(())
+}
+
+/// Launches a kernel whose threads stride over `work` items.
+pub(crate) fn launch_grid_stride(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    variant: &Variant,
+    work: u64,
+    args: &Args,
+) -> Result<()> {
+    // Enough blocks to fill the device, whatever the size.
+    let blocks = work.div_ceil(256).clamp(1, 132 * 16);
+    launch(backend, stream, variant, (blocks, 1), args)
 }
 
 /// Launches one of the state kernels over `rows` rows.
@@ -427,9 +724,7 @@ pub(crate) fn run_state(
     args: &Args,
 ) -> Result<()> {
     let variant = crate::kernels::state::variant(entry, dtype);
-    // Grid-stride loops: enough blocks to fill the device, whatever the size.
-    let blocks = work.div_ceil(256).clamp(1, 132 * 16);
-    launch(backend, stream, &variant, (blocks, 1), args)
+    launch_grid_stride(backend, stream, &variant, work, args)
 }
 
 #[cfg(test)]
@@ -450,32 +745,37 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_yet_is_refused_by_name() {
-        let refused = |dims: Dims, dtype, options: Options| {
+    fn what_cannot_be_done_is_refused_by_name() {
+        let refused = |dims: Dims, dtype, options: Options, algorithm| {
             let problem = Problem::dense(dims, dtype, &options).unwrap();
-            supports(&problem, Algorithm::Fa2).unwrap_err().to_string()
+            supports(&problem, algorithm).unwrap_err().to_string()
         };
-        assert!(refused(dims(), DType::F64, Options::new()).contains("f64"));
+        let plain = Options::new;
+        for algorithm in Algorithm::ALL {
+            assert!(refused(dims(), DType::F64, plain(), algorithm).contains("f64"));
+        }
         let wide = Dims {
             head_dim_v: 32,
             ..dims()
         };
-        assert!(refused(wide, DType::F32, Options::new()).contains("head_dim_v"));
         let large = Dims {
             head_dim: 320,
             head_dim_v: 320,
             ..dims()
         };
-        assert!(refused(large, DType::F32, Options::new()).contains("320"));
-        assert!(refused(dims(), DType::F32, Options::new().sinks(vec![0.0; 4])).contains("sinks"));
-        assert!(
-            refused(
-                dims(),
-                DType::F32,
-                Options::new().alibi_slopes(vec![0.5; 4])
-            )
-            .contains("alibi")
-        );
+        for (dims, options, word) in [
+            (wide, plain(), "head_dim_v"),
+            (large, plain(), "320"),
+            (dims(), plain().sinks(vec![0.0; 4]), "sinks"),
+            (dims(), plain().alibi_slopes(vec![0.5; 4]), "alibi"),
+        ] {
+            let text = refused(dims, DType::F32, options.clone(), Algorithm::Fa1);
+            assert!(text.contains(word) && text.contains("fa1"), "{text}");
+            let problem = Problem::dense(dims, DType::F32, &options).unwrap();
+            for algorithm in [Algorithm::Standard, Algorithm::Fa2] {
+                assert!(supports(&problem, algorithm).is_ok());
+            }
+        }
         let problem = Problem::dense(dims(), DType::BF16, &Options::new().causal(true)).unwrap();
         for algorithm in Algorithm::ALL {
             assert!(supports(&problem, algorithm).is_ok());
@@ -484,10 +784,9 @@ mod tests {
 
     #[test]
     fn standard_stays_within_its_budget() {
-        let problem = Problem::dense(dims(), DType::F16, &Options::new()).unwrap();
         for budget in [1 << 16, 1 << 20, 5 << 20, 1 << 30] {
-            let (pairs, rows, ld) = standard_chunks(&problem, budget);
-            assert!(ld >= 777 && ld % 8 == 0);
+            let Chunks { pairs, rows, ld } = Chunks::of(8, 1000, 777, DType::F16, budget);
+            assert!(ld >= 777 && ld.is_multiple_of(8));
             assert!((1..=8).contains(&pairs) && (1..=1000).contains(&rows));
             let floor = 128 * ld * 6;
             assert!(pairs * rows * ld * 6 <= budget.max(floor));

@@ -67,7 +67,22 @@ pub struct DeviceBlock<'a> {
 }
 
 fn stateless(problem: &Problem) -> Result<()> {
-    supports(problem, Algorithm::Fa2)
+    supports(problem, Algorithm::Fa2)?;
+    let refuse = |what: &str| Err(unsupported(format!("{what} with a running state")));
+    if crate::sequences::needed(problem) {
+        return refuse("packed sequences or used lengths");
+    }
+    if problem.has_bias() || problem.has_mask() {
+        return refuse("a bias or a boolean mask");
+    }
+    if problem.options().get_dropout().is_some() {
+        return refuse("dropout");
+    }
+    let dims = problem.dims();
+    if crate::kernels::pad(dims.head_dim.max(dims.head_dim_v)).is_none() {
+        return refuse("head_dim or head_dim_v above 256");
+    }
+    Ok(())
 }
 
 fn allocate(stream: &Arc<CudaStream>, problem: &Problem) -> Result<CudaState> {
@@ -95,7 +110,7 @@ impl CudaBackend {
         let mut state = allocate(stream, problem)?;
         if state.rows() > 0 {
             let base = ops::plan(problem, 0, problem.dims().seqlen_k)?.args;
-            let work = state.rows() * problem.dims().head_dim as u64;
+            let work = state.rows() * problem.dims().head_dim_v.max(1) as u64;
             let (args, _guards) = state.args(stream, base);
             run_state(self, stream, "tw_state_begin", problem.dtype(), work, &args)?;
         }
@@ -115,11 +130,13 @@ impl CudaBackend {
         let problem = state.problem.clone();
         let dims = problem.dims();
         let keys = block.k.shape()[2];
+        let rows = ops::q_shape(&problem);
         let wide = [dims.batch, dims.num_kv_heads, keys, dims.head_dim];
+        let wide_v = [dims.batch, dims.num_kv_heads, keys, dims.head_dim_v];
         for (name, view, shape) in [
-            ("q", &block.q, dims.out_shape()),
+            ("q", &block.q, rows),
             ("k", &block.k, wide),
-            ("v", &block.v, wide),
+            ("v", &block.v, wide_v),
         ] {
             if view.dtype() != problem.dtype() {
                 return Err(wrong_dtype(name, problem.dtype(), view.dtype()));
@@ -154,10 +171,15 @@ impl CudaBackend {
         let (q, _q) = block.q.acquire(stream);
         let (k, _k) = block.k.acquire(stream);
         let (v, _v) = block.v.acquire(stream);
-        spec.aligned = aligned(&q, dims.out_shape(), spec.dtype)
+        spec.aligned = aligned(&q, rows, spec.dtype)
             && aligned(&k, wide, spec.dtype)
-            && aligned(&v, wide, spec.dtype);
+            && aligned(&v, wide_v, spec.dtype);
         (args.q, args.k, args.v) = (q, k, v);
+        let slopes = match problem.options().get_alibi_slopes() {
+            Some(slopes) => Some(ops::upload_per_head(stream, "alibi_slopes", slopes)?),
+            None => None,
+        };
+        args.alibi = slopes.as_ref().map_or(0, |s| s.device_ptr(stream).0);
         run_fa2(self, stream, &problem, args, &spec, true)
     }
 
@@ -303,6 +325,11 @@ impl CudaBackend {
                     sd,
                 };
                 args.lse = sum;
+                let sinks = match problem.options().get_sinks() {
+                    Some(sinks) => Some(ops::upload_per_head(stream, "sinks", sinks)?),
+                    None => None,
+                };
+                args.sinks = sinks.as_ref().map_or(0, |s| s.device_ptr(stream).0);
                 run_state(
                     self,
                     stream,

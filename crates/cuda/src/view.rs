@@ -77,6 +77,18 @@ enum Place<'a> {
     Slice(&'a dyn Source),
 }
 
+impl Place<'_> {
+    fn acquire<'s>(&'s self, stream: &'s CudaStream) -> (u64, Option<SyncOnDrop<'s>>) {
+        match *self {
+            Place::Raw(ptr) => (ptr, None),
+            Place::Slice(memory) => {
+                let (ptr, guard) = memory.acquire(stream);
+                (ptr, Some(guard))
+            }
+        }
+    }
+}
+
 /// An input in device memory: any strides, 0 and negative included.
 ///
 /// Rows whose address and strides are multiples of 16 bytes, with neighbouring elements, are read as
@@ -162,13 +174,7 @@ impl<'a> DeviceView<'a> {
         &'s self,
         stream: &'s CudaStream,
     ) -> (raw::Tensor, Option<SyncOnDrop<'s>>) {
-        let (base, guard) = match self.place {
-            Place::Raw(ptr) => (ptr, None),
-            Place::Slice(memory) => {
-                let (ptr, guard) = memory.acquire(stream);
-                (ptr, Some(guard))
-            }
-        };
+        let (base, guard) = self.place.acquire(stream);
         let ptr = base + (self.offset * self.dtype.size()) as u64;
         (tensor(ptr, self.strides), guard)
     }
@@ -284,6 +290,87 @@ impl<'a> DeviceViewMut<'a> {
         let ptr = base + (self.offset * self.dtype.size()) as u64;
         (tensor(ptr, self.strides), guard)
     }
+}
+
+/// A boolean tensor in device memory, a byte an element, 0 = false; any strides, 0 included.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceMask<'a> {
+    place: Place<'a>,
+    shape: [usize; 4],
+    strides: [isize; 4],
+    offset: usize,
+}
+
+impl<'a> DeviceMask<'a> {
+    /// Any strides from element `offset` of a cudarc slice or view on.
+    ///
+    /// # Errors
+    /// [`Error::View`] if an element would lie outside.
+    pub fn from_strides<S>(
+        memory: &'a S,
+        shape: [usize; 4],
+        strides: [isize; 4],
+        offset: usize,
+    ) -> Result<Self>
+    where
+        S: Source + DeviceSlice<u8>,
+    {
+        check(shape, strides, offset, memory.len())?;
+        Ok(DeviceMask {
+            place: Place::Slice(memory),
+            shape,
+            strides,
+            offset,
+        })
+    }
+
+    /// A device address, for memory of other libraries.
+    ///
+    /// # Safety
+    /// As [`DeviceView::from_raw`].
+    pub unsafe fn from_raw(
+        ptr: u64,
+        shape: [usize; 4],
+        strides: [isize; 4],
+    ) -> DeviceMask<'static> {
+        DeviceMask {
+            place: Place::Raw(ptr),
+            shape,
+            strides,
+            offset: 0,
+        }
+    }
+
+    /// `[batch, num_heads, seqlen_q, seqlen_k]`, or 1 in any axis.
+    pub fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    pub(crate) fn acquire<'s>(
+        &'s self,
+        stream: &'s CudaStream,
+    ) -> (raw::Tensor, Option<SyncOnDrop<'s>>) {
+        let (base, guard) = self.place.acquire(stream);
+        (tensor(base + self.offset as u64, self.strides), guard)
+    }
+}
+
+/// `t` of shape `shape` read as one of shape `full`: axes of size 1 get stride 0. `None` where an axis
+/// fits neither.
+pub(crate) fn broadcast(
+    mut t: raw::Tensor,
+    shape: [usize; 4],
+    full: [usize; 4],
+) -> Option<raw::Tensor> {
+    let strides = [&mut t.sb, &mut t.sh, &mut t.ss, &mut t.sd];
+    for ((stride, n), wanted) in strides.into_iter().zip(shape).zip(full) {
+        match n {
+            1 => *stride = 0,
+            n if n == wanted => {}
+            _ => return None,
+        }
+    }
+    Some(t)
 }
 
 fn check_output(shape: [usize; 4], strides: [isize; 4], offset: usize, len: usize) -> Result<()> {

@@ -61,10 +61,12 @@ fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
     };
     table
         .iter()
-        .filter(|tile| spec.padded <= tile.up_to)
+        .filter(|tile| spec.padded.max(spec.padded_v) <= tile.up_to)
         .map(|tile| {
-            let rows = tile.warps * tile.wm * 16 + 2 * tile.stages * tile.bn;
-            (*tile, rows * pitch(spec.dtype, spec.padded))
+            // Q's rows carry the output in the end.
+            let [k, v] = [spec.padded, spec.padded_v].map(|columns| pitch(spec.dtype, columns));
+            let keys = tile.stages * tile.bn;
+            (*tile, tile.warps * tile.wm * 16 * k.max(v) + keys * (k + v))
         })
         .find(|&(_, shared)| shared <= limit)
 }

@@ -5,6 +5,8 @@
 
 pub mod fa1;
 pub mod fa2;
+pub mod fa2_wide;
+pub mod pack;
 pub mod standard;
 pub mod state;
 
@@ -18,8 +20,17 @@ use tilewise_core::{DType, MaskRule};
 use crate::cache::Store;
 use crate::nvrtc::Nvrtc;
 
-/// What every kernel is compiled after: types and tiles, then scores and dropout.
-const PRELUDE: &str = concat!(include_str!("prelude.cu"), "\n", include_str!("score.cu"));
+/// What every kernel is compiled after: types and tiles, scores and dropout, a block's place, the
+/// online softmax of a tile.
+const PRELUDE: &str = concat!(
+    include_str!("prelude.cu"),
+    "\n",
+    include_str!("score.cu"),
+    "\n",
+    include_str!("place.cu"),
+    "\n",
+    include_str!("online.cu"),
+);
 
 /// A kernel source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,13 +41,24 @@ pub enum Family {
     Fa1,
     /// FlashAttention-2, also in the form that absorbs keys into a state.
     Fa2,
+    /// FlashAttention-2 for head_dims above 256.
+    Fa2Wide,
     /// Begin, merge and finish of a state; random inputs for benchmarks.
     State,
+    /// Tensors laid out anew, rows of no sequence cleared.
+    Pack,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 4] = [Family::Standard, Family::Fa1, Family::Fa2, Family::State];
+    pub const ALL: [Family; 6] = [
+        Family::Standard,
+        Family::Fa1,
+        Family::Fa2,
+        Family::Fa2Wide,
+        Family::State,
+        Family::Pack,
+    ];
 
     /// Its name, as in file names.
     pub fn name(self) -> &'static str {
@@ -44,7 +66,9 @@ impl Family {
             Family::Standard => "standard",
             Family::Fa1 => "fa1",
             Family::Fa2 => "fa2",
+            Family::Fa2Wide => "fa2-wide",
             Family::State => "state",
+            Family::Pack => "pack",
         }
     }
 
@@ -53,7 +77,9 @@ impl Family {
             Family::Standard => (include_str!("standard.cu"), include_str!("standard.rs")),
             Family::Fa1 => (include_str!("fa1.cu"), include_str!("fa1.rs")),
             Family::Fa2 => (include_str!("fa2.cu"), include_str!("fa2.rs")),
+            Family::Fa2Wide => (include_str!("fa2_wide.cu"), include_str!("fa2_wide.rs")),
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
+            Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),
         }
     }
 
@@ -410,6 +436,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
         }
         for entry in state::ENTRIES {
             add(Some(state::variant(entry, dtype)));
+        }
+        for entry in pack::ENTRIES {
+            add(Some(pack::variant(entry, dtype)));
         }
     }
     all

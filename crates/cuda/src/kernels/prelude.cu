@@ -164,7 +164,7 @@ DEV void mma3(float (&c)[4], const u32 (&ah)[4], const u32 (&al)[4], u32 b0h, u3
 
 // Brings rows [row, row + ROWS) of a [seqlen, d] matrix into shared memory, zero beyond `limit` rows and `d` columns, so that
 // nothing that lies there can reach a product. Thread t always owns the same chunks (see scan_tile).
-template <int ROWS, int COLS, int NT> DEV void load_tile(u32 dst, const Tensor& t, const elem* base, int row, int limit, int d, int tid) {
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void load_tile(u32 dst, const Tensor& t, const elem* base, int row, int limit, int d, int tid) {
     constexpr int CH = COLS / EPC;
     constexpr int STEPS = (ROWS * CH + NT - 1) / NT;
     constexpr bool COLUMN = VEC && NT % CH == 0;
@@ -174,11 +174,11 @@ template <int ROWS, int COLS, int NT> DEV void load_tile(u32 dst, const Tensor& 
         const char* from = (const char*)(base + (i64)(row + r0) * t.ss + c * EPC);
         const i64 step = t.ss * ((NT / CH) * ESZ);
         const int rows = c * EPC < d ? limit - row - r0 : 0;
-        const u32 to = dst + r0 * PITCH_OF(COLS) + c * 16;
+        const u32 to = dst + r0 * P + c * 16;
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             if (ROWS % (NT / CH) != 0 && r0 + i * (NT / CH) >= ROWS) break;
-            cp_async16(to + i * (NT / CH) * PITCH_OF(COLS), from, i * (NT / CH) < rows ? 16 : 0);
+            cp_async16(to + i * (NT / CH) * P, from, i * (NT / CH) < rows ? 16 : 0);
             from += step;
         }
     } else {
@@ -187,7 +187,7 @@ template <int ROWS, int COLS, int NT> DEV void load_tile(u32 dst, const Tensor& 
             int idx = tid + i * NT;
             if ((ROWS * CH) % NT != 0 && idx >= ROWS * CH) break;
             int r = idx / CH, c = idx % CH;
-            u32 to = dst + r * PITCH_OF(COLS) + c * 16;
+            u32 to = dst + r * P + c * 16;
 #if VEC
             const elem* from = base + (i64)(row + r) * t.ss + c * EPC;
             cp_async16(to, from, (row + r < limit && c * EPC < d) ? 16 : 0);
@@ -228,9 +228,9 @@ template <int ROWS, int COLS, int NT> DEV void load_tile(u32 dst, const Tensor& 
 #define EXP_TOP 0x80008000u
 #endif
 
-// Whether V tiles are looked through for NaN and infinity at all: where keys can be hidden, and in the split products of f32,
+// Whether V tiles are looked through for NaN and infinity at all: where keys can be hidden or dropped, and in the split products of f32,
 // where the zero low part of a factor would meet an infinity.
-#define GUARD_V (MASK >= 1 || F32)
+#define GUARD_V (MASK >= 1 || F32 || SCORE == 2 || DROPOUT)
 
 // A zero probability times a NaN or infinite value is NaN, so a V tile that holds hidden keys of some row must not go into a
 // matrix product with such values in it. scan_tile finds them among the chunks this thread itself brought in (no barrier

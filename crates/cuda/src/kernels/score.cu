@@ -57,6 +57,10 @@ DEV i64 element(const Tensor& t, const Span& span, int i, int j) {
 }
 DEV float bias_at(const Score& s, const Args& a, const Span& span, int i, int j) { return to_float(s.bias[element(a.bias, span, i, j)]); }
 DEV bool masked_at(const Score& s, const Args& a, const Span& span, int i, int j) { return s.mask[element(a.mask, span, i, j)] == 0; }
+// Whether mask or bias hide a key that the bounds leave live.
+DEV bool hidden_at(const Score& s, const Args& a, const Span& span, int i, int j) {
+    return (s.mask && masked_at(s, a, span, i, j)) || (s.bias && bias_at(s, a, span, i, j) == NEG_INF);
+}
 
 // The final score of one pair, from its raw product.
 DEV float score_at(float raw, const Score& s, const Args& a, const Span& span, int i, int j) {
@@ -82,6 +86,23 @@ template <bool KEYROWS, int WMT, int NTL> DEV void score_tile(float (&x)[WMT][NT
     if (s.slope != 0.f) { EACH(y -= s.slope * fabsf((float)(i + span.diag - j))) }
     if (s.mask) { EACH(if (masked_at(s, a, span, i, j)) y = NEG_INF) }
 #undef EACH
+}
+
+// lse of a finished row, and what its unnormalised output is multiplied by. m as the kernels keep it: in natural units where
+// SCORE, else before the scale. A sink is one more score that no value belongs to.
+DEV void finish_row(float m, float l, int h, const Args& a, float& lse, float& factor) {
+    float natural = l == 0.f ? NEG_INF : m * (SCORE ? 1.f : a.scale);
+    factor = l == 0.f ? 0.f : 1.f / l;
+    lse = l == 0.f ? NEG_INF : natural + logf(l);
+    if (a.sinks) {
+        const float sink = ((const float*)a.sinks)[h];
+        // One of the two exponents is 0.
+        const float top = fmaxf(natural, sink), ref = top == NEG_INF ? 0.f : top;
+        const float keep = expf(natural - ref), all = l * keep + expf(sink - ref);
+        factor = all == 0.f ? 0.f : keep / all;
+        lse = all == 0.f ? NEG_INF : ref + logf(all);
+    }
+    if (DROPOUT) factor *= a.drop_scale;
 }
 
 // ---- dropout ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 // P (the input's dtype) in device memory. The baseline the other two are measured against.
 //
 //   WM_ x WN_ warps; a warp owns MT x 16 rows (and NTW x 8 columns of S).   BK keys a step of P V.   RT threads a softmax row
+//   DP: columns of Q and K that are in shared memory at a time (scores); columns of V and O a block makes (out)
 
 #define NT (WARPS_M * WARPS_N * 32)
 #define BM (WARPS_M * MT * 16)
@@ -25,11 +26,6 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_scores(const __grid
     pair_of(a, pair, b, h, hk);
     const int tiles_n = (a.sk + COLS_S - 1) / COLS_S;
     const int i0 = (blockIdx.x / tiles_n) * BM, j0 = (blockIdx.x % tiles_n) * COLS_S;
-    load_tile<BM, DP, NT>(q_at, a.q, (const elem*)a.q.ptr + b * a.q.sb + h * a.q.sh, a.row0 + i0, min(a.sq, a.row0 + a.rows), a.d, tid);
-    load_tile<COLS_S, DP, NT>(k_at, a.k, (const elem*)a.k.ptr + b * a.k.sb + hk * a.k.sh, j0, a.sk, a.d, tid);
-    cp_commit();
-    cp_wait<0>();
-    __syncthreads();
     float s[MT][NTW][4];
 #pragma unroll
     for (int x = 0; x < MT; ++x)
@@ -37,7 +33,15 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_scores(const __grid
         for (int n = 0; n < NTW; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) s[x][n][e] = 0.f;
-    product_nt<MT, NTW, DP, false>(s, q_at + wm * MT * 16 * PITCH, PITCH, nullptr, k_at + wn * NTW * 8 * PITCH, PITCH, lane);
+    for (int d0 = 0; d0 < a.d; d0 += DP) {
+        if (d0) __syncthreads(); // nobody reads the columns before any more
+        load_tile<BM, DP, NT>(q_at, a.q, rows_of(a.q, b, h, 0) + d0 * a.q.sd, a.row0 + i0, min(a.sq, a.row0 + a.rows), a.d - d0, tid);
+        load_tile<COLS_S, DP, NT>(k_at, a.k, rows_of(a.k, b, hk, 0) + d0 * a.k.sd, j0, a.sk, a.d - d0, tid);
+        cp_commit();
+        cp_wait<0>();
+        __syncthreads();
+        product_nt<MT, NTW, DP, false>(s, q_at + wm * MT * 16 * PITCH, PITCH, nullptr, k_at + wn * NTW * 8 * PITCH, PITCH, lane);
+    }
 #pragma unroll
     for (int x = 0; x < MT; ++x)
 #pragma unroll
@@ -65,14 +69,18 @@ extern "C" __global__ void __launch_bounds__(256) tw_standard_softmax(const __gr
     pair_of(a, pair, b, h, hk);
     if (RT < 256 && row >= a.rows) return;
     const int i = a.row0 + row;
-    const int lo = first_key(a, i), hi = last_key(a, i);
+    const Span span = span_of(a);
+    const int lo = first_key(span, i), hi = last_key(span, i);
+    Score score = {};
+    if (SCORE == 2 || DROPOUT) score = score_head(a, a.seq0 + b, b, h, 0, 0);
+    auto final = [&](float raw, int j) { return SCORE == 2 ? score_at(raw, score, a, span, i, j) : SCORE ? score_of(raw, a) : raw; };
     const float* s = (const float*)a.s + ((i64)blockIdx.y * a.rows + row) * a.ld_s;
     elem* p = (elem*)a.p + ((i64)blockIdx.y * a.rows + row) * a.ld_p;
     const float c = SCORE ? LOG2E : a.scale * LOG2E;
 
     float m = NEG_INF, l = 0.f;
-    auto take = [&](float raw) {
-        float x = SCORE ? score_of(raw, a) : raw;
+    auto take = [&](int j, float raw) {
+        float x = final(raw, j);
         if (x > m) { // NaN is never greater: it goes into l below and stays there
             l *= ex2((m - x) * c);
             m = x;
@@ -82,14 +90,14 @@ extern "C" __global__ void __launch_bounds__(256) tw_standard_softmax(const __gr
     // Four at a time where the row's live range allows it.
     int j4 = (lo + 3) & ~3, e4 = (hi + 1) & ~3;
     if (j4 < e4) {
-        for (int j = lo + t; j < j4; j += RT) take(s[j]);
+        for (int j = lo + t; j < j4; j += RT) take(j, s[j]);
         for (int j = j4 + 4 * t; j < e4; j += 4 * RT) {
             float4 x = *(const float4*)(s + j);
-            take(x.x); take(x.y); take(x.z); take(x.w);
+            take(j, x.x); take(j + 1, x.y); take(j + 2, x.z); take(j + 3, x.w);
         }
-        for (int j = e4 + t; j <= hi; j += RT) take(s[j]);
+        for (int j = e4 + t; j <= hi; j += RT) take(j, s[j]);
     } else {
-        for (int j = lo + t; j <= hi; j += RT) take(s[j]);
+        for (int j = lo + t; j <= hi; j += RT) take(j, s[j]);
     }
     auto join = [&](float m2, float l2) {
         float now = fmaxf(m, m2), ref = now == NEG_INF ? 0.f : now;
@@ -105,16 +113,21 @@ extern "C" __global__ void __launch_bounds__(256) tw_standard_softmax(const __gr
 #pragma unroll
         for (int w = 0; w < RT / 32; ++w) join(red[0][w], red[1][w]);
     }
-    const float ref = m == NEG_INF ? 0.f : m, inv = l == 0.f ? 0.f : 1.f / l;
-    if (t == 0 && a.lse) ((float*)a.lse)[(i64)pair * a.sq + i] = l == 0.f ? NEG_INF : m * (SCORE ? 1.f : a.scale) + logf(l);
-    auto prob = [&](int j, float raw) {
-        float x = SCORE ? score_of(raw, a) : raw;
-        return j < lo || j > hi ? 0.f : ex2((x - ref) * c) * inv;
-    };
+    float lse, factor;
+    finish_row(m, l, h, a, lse, factor);
+    const float ref = m == NEG_INF ? 0.f : m;
+    if (t == 0 && a.lse) ((float*)a.lse)[(i64)pair * a.lse_ld + i] = lse;
+    auto prob = [&](int j, float raw) { return j < lo || j > hi ? 0.f : ex2((final(raw, j) - ref) * c) * factor; };
     // The whole padded row is written: zero where a key is hidden or does not exist.
     for (int j = 4 * t; j < a.ld_p; j += 4 * RT) {
         float4 x = j < a.ld_s ? *(const float4*)(s + j) : make_float4(0.f, 0.f, 0.f, 0.f);
         float p0 = prob(j, x.x), p1 = prob(j + 1, x.y), p2 = prob(j + 2, x.z), p3 = prob(j + 3, x.w);
+#if DROPOUT
+        if (!kept_at(score, a, span, i, j)) p0 = 0.f;
+        if (!kept_at(score, a, span, i, j + 1)) p1 = 0.f;
+        if (!kept_at(score, a, span, i, j + 2)) p2 = 0.f;
+        if (!kept_at(score, a, span, i, j + 3)) p3 = 0.f;
+#endif
 #if F32
         *(float4*)(p + j) = make_float4(p0, p1, p2, p3);
 #else
@@ -134,8 +147,12 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_out(const __grid_co
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, wm = warp / WARPS_N, wn = warp % WARPS_N;
     int pair, b, h, hk;
     pair_of(a, pair, b, h, hk);
-    const int i0 = blockIdx.x * BM;
-    const elem* vp = (const elem*)a.v.ptr + b * a.v.sb + hk * a.v.sh;
+    const int parts = max(1, (a.dv + DP - 1) / DP);
+    const int i0 = blockIdx.x / parts * BM, col0 = blockIdx.x % parts * DP;
+    const elem* vp = rows_of(a.v, b, hk, 0) + col0 * a.v.sd;
+    const Span span = span_of(a);
+    Score score = {};
+    if (SCORE == 2 || DROPOUT) score = score_head(a, a.seq0 + b, b, h, 0, 0);
     const char* pp = (const char*)((const elem*)a.p + ((i64)blockIdx.y * a.rows + i0) * a.ld_p);
     const u32 base = smem_u32(smem);
 
@@ -146,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_out(const __grid_co
             int r = idx / CH, c = idx % CH, col = step * BK + c * EPC;
             cp_async16(at + r * PP + c * 16, pp + (r * a.ld_p + col) * ESZ, (i0 + r < a.rows && col < a.ld_p) ? 16 : 0);
         }
-        load_tile<BK, DP, NT>(at + BM * PP, a.v, vp, step * BK, a.sk, a.d, tid);
+        load_tile<BK, DP, NT>(at + BM * PP, a.v, vp, step * BK, a.sk, a.dv - col0, tid);
         cp_commit();
     };
 
@@ -171,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_out(const __grid_co
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
                         int row = a.row0 + i0 + (wm * MT + x) * 16 + (lane >> 2) + r * 8, key = j * BK + k;
-                        if (key > last_key(a, row) || key < first_key(a, row)) continue;
+                        if (key > last_key(span, row) || key < first_key(span, row) || hidden_at(score, a, span, row, key)) continue;
+                        if (DROPOUT && !kept_at(score, a, span, row, key)) continue;
 #pragma unroll
                         for (int n = 0; n < DW / 8; ++n)
 #pragma unroll
@@ -233,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_out(const __grid_co
         }
 #endif
     }
-    elem* op = (elem*)a.o.ptr + b * a.o.sb + h * a.o.sh;
+    elem* op = (elem*)rows_of(a.o, b, h, 0);
 #pragma unroll
     for (int x = 0; x < MT; ++x)
 #pragma unroll
@@ -243,9 +261,9 @@ extern "C" __global__ void __launch_bounds__(NT) tw_standard_out(const __grid_co
             elem* to = op + (i64)(a.row0 + row) * a.o.ss;
 #pragma unroll
             for (int n = 0; n < DW / 8; ++n) {
-                int col = wn * DW + n * 8 + 2 * (lane & 3);
-                if (col < a.d) to[col] = to_elem(acc[x][n][2 * r]);
-                if (col + 1 < a.d) to[col + 1] = to_elem(acc[x][n][2 * r + 1]);
+                int col = col0 + wn * DW + n * 8 + 2 * (lane & 3);
+                if (col < a.dv) to[col] = to_elem(acc[x][n][2 * r]);
+                if (col + 1 < a.dv) to[col + 1] = to_elem(acc[x][n][2 * r + 1]);
             }
         }
 }

@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Mask, Score, Spec, Variant, pitch};
+use super::{Family, Score, Spec, Variant, pitch};
 
 /// A grid of warps over a tile of the scores: rows and columns of warps, row groups of sixteen and
 /// column groups of eight a warp.
@@ -51,7 +51,7 @@ pub fn scores_tile(spec: &Spec, limit: u32) -> Option<ScoresTile> {
 fn out_cut(spec: &Spec, limit: u32) -> Option<(u32, u32, u32, u32, u32)> {
     let single = spec.dtype == DType::F32;
     // A warp's columns come in sixteens for 16-bit operands and in eights for f32.
-    let (wm, wn, mt) = match (single, spec.padded % 32) {
+    let (wm, wn, mt) = match (single, spec.padded_v % 32) {
         (true, _) => (2, 2, 2),
         (false, 0) => (4, 2, 2),
         (false, _) => (8, 1, 1),
@@ -59,7 +59,7 @@ fn out_cut(spec: &Spec, limit: u32) -> Option<(u32, u32, u32, u32, u32)> {
     let rows = wm * mt * 16;
     let steps: &[u32] = if single { &[32, 16] } else { &[64, 32] };
     steps.iter().find_map(|&step| {
-        let shared = 2 * (rows * pitch(spec.dtype, step) + step * pitch(spec.dtype, spec.padded));
+        let shared = 2 * (rows * pitch(spec.dtype, step) + step * pitch(spec.dtype, spec.padded_v));
         (shared <= limit).then_some((wm, wn, mt, step, shared))
     })
 }
@@ -98,9 +98,8 @@ pub fn variants(spec: &Spec, limit: u32, seqlen_k: usize) -> [Option<Variant>; 3
             Family::Standard,
             "tw_standard_scores",
             &Spec {
-                mask: Mask::Full,
-                score: Score::Folded,
-                ..*spec
+                aligned: spec.aligned,
+                ..Spec::plain(spec.dtype, spec.padded)
             },
             &tile(0, cut, 32, 32),
             cut.0 * cut.1 * 32,
@@ -112,6 +111,8 @@ pub fn variants(spec: &Spec, limit: u32, seqlen_k: usize) -> [Option<Variant>; 3
         "tw_standard_softmax",
         &Spec {
             padded: 64,
+            padded_v: 64,
+            sequences: false,
             aligned: true,
             ..*spec
         },
@@ -124,7 +125,13 @@ pub fn variants(spec: &Spec, limit: u32, seqlen_k: usize) -> [Option<Variant>; 3
             Family::Standard,
             "tw_standard_out",
             &Spec {
-                score: Score::Folded,
+                padded: spec.padded_v,
+                // Which keys count matters here only where a mask or a bias may hide some.
+                score: match spec.score {
+                    Score::Modified => Score::Modified,
+                    _ => Score::Folded,
+                },
+                sequences: false,
                 ..*spec
             },
             &tile(2, (wm, wn, mt, 2), step, 32),

@@ -1,8 +1,8 @@
 // The running state (m, l, O~) of query rows in device memory: f32 [batch, heads, sq], [batch, heads, sq] and
-// [batch, heads, sq, d], m in natural-log units of the final score. `tw_fa2` with STATE = 1 absorbs keys into it.
+// [batch, heads, sq, dv], m in natural-log units of the final score. `tw_fa2` with STATE = 1 absorbs keys into it.
 
 extern "C" __global__ void tw_state_begin(const __grid_constant__ Args a) {
-    const i64 rows = (i64)a.pairs * a.sq, all = rows * a.d;
+    const i64 rows = (i64)a.pairs * a.sq, all = rows * a.dv;
     for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < all; x += (i64)gridDim.x * blockDim.x) {
         ((float*)a.acc)[x] = 0.f;
         if (x < rows) {
@@ -21,9 +21,9 @@ extern "C" __global__ void tw_state_merge(const __grid_constant__ Args a) {
         float m2 = ((const float*)a.s)[row], l2 = ((const float*)a.p)[row];
         float now = fmaxf(m1, m2), ref = now == NEG_INF ? 0.f : now;
         float f1 = expf(m1 - ref), f2 = expf(m2 - ref);
-        for (int x = lane; x < a.d; x += 32) {
-            float* o = (float*)a.acc + row * a.d + x;
-            *o = f1 * *o + f2 * ((const float*)a.lse)[row * a.d + x];
+        for (int x = lane; x < a.dv; x += 32) {
+            float* o = (float*)a.acc + row * a.dv + x;
+            *o = f1 * *o + f2 * ((const float*)a.lse)[row * a.dv + x];
         }
         __syncwarp();
         if (lane == 0) {
@@ -33,16 +33,17 @@ extern "C" __global__ void tw_state_merge(const __grid_constant__ Args a) {
     }
 }
 
-// O = O~ / l, L = m + ln l; nothing seen: 0 and -inf. One warp a row.
+// O = O~ / l, L = m + ln l, sinks joined; nothing seen: 0 and -inf. One warp a row.
 extern "C" __global__ void tw_state_finish(const __grid_constant__ Args a) {
     const i64 rows = (i64)a.pairs * a.sq;
     for (i64 row = (blockIdx.x * (i64)blockDim.x + threadIdx.x) >> 5; row < rows; row += ((i64)gridDim.x * blockDim.x) >> 5) {
         const int lane = threadIdx.x & 31;
         const i64 pair = row / a.sq, i = row - pair * a.sq, b = pair / a.heads, h = pair - b * a.heads;
-        float l = ((const float*)a.l)[row], inv = l == 0.f ? 0.f : 1.f / l;
+        float lse, factor;
+        finish_row(((const float*)a.m)[row], ((const float*)a.l)[row], (int)h, a, lse, factor);
         elem* to = (elem*)a.o.ptr + b * a.o.sb + h * a.o.sh + i * a.o.ss;
-        for (int x = lane; x < a.d; x += 32) to[x] = to_elem(((const float*)a.acc)[row * a.d + x] * inv);
-        if (lane == 0 && a.lse) ((float*)a.lse)[row] = l == 0.f ? NEG_INF : ((const float*)a.m)[row] + logf(l);
+        for (int x = lane; x < a.dv; x += 32) to[x] = to_elem(((const float*)a.acc)[row * a.dv + x] * factor);
+        if (lane == 0 && a.lse) ((float*)a.lse)[row] = lse;
     }
 }
 

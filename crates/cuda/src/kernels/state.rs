@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Spec, Variant};
+use super::{Family, Score, Spec, Variant};
 
 /// The kernels of the family.
 pub const ENTRIES: [&str; 4] = [
@@ -14,5 +14,10 @@ pub const ENTRIES: [&str; 4] = [
 
 /// The variant of one of [`ENTRIES`] for `dtype`.
 pub fn variant(entry: &'static str, dtype: DType) -> Variant {
-    Variant::new(Family::State, entry, &Spec::plain(dtype, 64), &[], 256, 0)
+    // A state's m is in natural units.
+    let spec = Spec {
+        score: Score::Applied,
+        ..Spec::plain(dtype, 64)
+    };
+    Variant::new(Family::State, entry, &spec, &[], 256, 0)
 }
