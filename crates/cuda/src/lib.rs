@@ -33,6 +33,7 @@ pub mod probe;
 pub mod raw;
 pub mod records;
 mod sequences;
+mod split;
 pub mod state;
 pub mod view;
 

@@ -25,8 +25,9 @@ pub struct Modules {
     nvrtc_at: Option<PathBuf>,
     nvrtc: OnceLock<std::result::Result<Nvrtc, String>>,
     loaded: RwLock<HashMap<String, CudaFunction>>,
-    /// Held while a variant is being made, so that threads which need the same one wait for it.
-    making: Mutex<()>,
+    /// A lock for each variant that was ever made, held meanwhile: threads which need the same one wait,
+    /// others compile beside it.
+    making: Mutex<HashMap<String, Arc<Mutex<()>>>>,
 }
 
 /// Architecture that code for a compute capability is compiled for: with the features that only that
@@ -96,7 +97,11 @@ impl Modules {
         if let Some(function) = self.known(variant) {
             return Ok(function);
         }
-        let _making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = {
+            let mut making = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(making.entry(variant.name.clone()).or_default())
+        };
+        let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = self.known(variant) {
             return Ok(function);
         }

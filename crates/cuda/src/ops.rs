@@ -378,9 +378,14 @@ pub fn forward_with(
         guards.extend(guard);
         tensor
     };
+    // fa2 takes f32 apart anyway, however it lies.
+    let split = splits(problem, algorithm);
     // What is laid out anew lives to the end of this call; its memory is freed on the stream.
     let mut anew = Vec::new();
     let mut rows = |tensor: Tensor, shape| -> Result<Tensor> {
+        if split {
+            return Ok(tensor);
+        }
         let (tensor, memory) = crate::pack::aligned(backend, stream, tensor, shape, spec.dtype)?;
         anew.extend(memory);
         Ok(tensor)
@@ -464,6 +469,14 @@ fn launch(
         .map_err(|e| driver(&format!("launching {}", variant.name), e))
 }
 
+/// Whether q, k and v become pairs of f16 first.
+fn splits(problem: &Problem, algorithm: Algorithm) -> bool {
+    let dims = problem.dims();
+    algorithm.resolve() == Algorithm::Fa2
+        && problem.dtype() == DType::F32
+        && pad(dims.head_dim.max(dims.head_dim_v)).is_some()
+}
+
 /// `fa2` for every problem: rows of up to 256 columns, or wider ones in slices; all of a batch entry's
 /// rows and keys, or those of sequences in a table.
 fn run_fa2_forward(
@@ -476,10 +489,18 @@ fn run_fa2_forward(
     let dims = problem.dims();
     let limit = backend.shared_limit();
     let wide = pad(dims.head_dim.max(dims.head_dim_v)).is_none();
-    if !wide && !sequences::needed(problem) {
-        return run_fa2(backend, stream, problem, args, spec, false);
-    }
     let mut spec = *spec;
+    let pairs = if splits(problem, Algorithm::Fa2) {
+        spec.pairs = true;
+        Some(crate::split::pairs(backend, stream, &mut args, &spec)?)
+    } else {
+        None
+    };
+    if !wide && !sequences::needed(problem) {
+        run_fa2(backend, stream, problem, args, &spec, false)?;
+        drop(pairs);
+        return Ok(());
+    }
     let tile = fa2_wide::tile(spec.dtype, dims.head_dim_v);
     let rows = if wide {
         tile.rows
@@ -513,7 +534,7 @@ fn run_fa2_forward(
         return Err(unsupported(format!("{blocks} row blocks in one call")));
     }
     launch(backend, stream, &variant, (blocks, columns), &args)?;
-    drop(table);
+    drop((table, pairs));
     Ok(())
 }
 

@@ -1,6 +1,9 @@
 //! The kernels against the naive definition, on a GPU. Where there is none every test says so on
 //! stderr and passes; `TILEWISE_REQUIRE_GPU=1` turns that into a failure.
 
+#[path = "gpu/options.rs"]
+mod options;
+
 use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::sync::{Arc, Mutex, OnceLock};

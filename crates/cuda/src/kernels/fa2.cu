@@ -10,10 +10,21 @@
 
 #define NT (WARPS * 32)
 #define BM (WARPS * WM * 16)
-#define PITCH_V PITCH_OF(DV)
-#define PITCH_Q PITCH_OF(DP > DV ? DP : DV) // Q's rows carry the output in the end
-#define K_BYTES (BN * PITCH)
+// Columns in shared memory: pairs stand beside each other.
+#define COLS_K (DP << PAIRS)
+#define COLS_V (DV << PAIRS)
+#define PITCH_K PITCH_OF(COLS_K)
+#define PITCH_V PITCH_OF(COLS_V)
+#define PITCH_Q PITCH_OF(COLS_K > COLS_V ? COLS_K : COLS_V) // Q's rows carry the output in the end
+#define K_BYTES (BN * PITCH_K)
 #define STAGE_BYTES (K_BYTES + BN * PITCH_V)
+
+// The barrier after a tile of V arrived, and whether it holds NaN or infinite values. Factors of pairs say so by their sign.
+#if PAIRS
+#define LOOK_THROUGH(tile) (__syncthreads(), marked(v_factor))
+#else
+#define LOOK_THROUGH(tile) arrived_nonfinite<BN, DV, NT>(tile, edge || F32 || hides, tid)
+#endif
 
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) char smem[];
@@ -39,10 +50,23 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
     // Live range of the warp's rows: tiles outside it hold nothing for this warp.
     const int w_hi = last_key(span, min(w0 + WM * 16, span.sq) - 1), w_lo = first_key(span, w0);
 
-    load_tile<BM, DP, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, a.d, tid);
+    // Pairs are padded already.
+    const int d = PAIRS ? COLS_K : a.d, dv = PAIRS ? COLS_V : a.dv;
+#if PAIRS
+    // One factor a row, where the row would stand were it one element.
+    auto factors = [&](u64 of, const elem* rows, const Tensor& t, int cols) { return (const float*)of + (rows - (const elem*)t.ptr) / cols; };
+    const float *kf = factors(a.l, kp, a.k, COLS_K), *vf = factors(a.acc, vp, a.v, COLS_V);
+    float q_factor[WM][2];
+#pragma unroll
+    for (int x = 0; x < WM; ++x)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) q_factor[x][r] = fabsf(factors(a.m, qp, a.q, COLS_K)[min(row0 + x * 16 + r * 8, span.sq - 1) * (a.q.ss / COLS_K)]);
+#endif
+
+    load_tile<BM, COLS_K, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, d, tid);
     if (any) {
-        load_tile<BN, DP, NT>(kv_at, a.k, kp, jmax * BN, span.sk, a.d, tid);
-        if (STAGES == 2) load_tile<BN, DV, NT>(kv_at + K_BYTES, a.v, vp, jmax * BN, span.sk, a.dv, tid);
+        load_tile<BN, COLS_K, NT>(kv_at, a.k, kp, jmax * BN, span.sk, d, tid);
+        if (STAGES == 2) load_tile<BN, COLS_V, NT>(kv_at + K_BYTES, a.v, vp, jmax * BN, span.sk, dv, tid);
     }
     cp_commit();
 
@@ -89,6 +113,13 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         const int key0 = j * BN;
         const u32 k_at = kv_at + stage, v_at = k_at + K_BYTES;
         const Weights weights = {score, a, span, row0, key0, lane, c};
+#if PAIRS
+        float k_factor[BN / 8][2], v_factor[BN / 8][2];
+        key_factors(k_factor, kf, a.k.ss / COLS_K, key0, span.sk - 1, lane);
+#if STAGES == 2
+        key_factors(v_factor, vf, a.v.ss / COLS_V, key0, span.sk - 1, lane);
+#endif
+#endif
         cp_wait<0>();
 #if MASK >= 1
         // Some row of the block cannot see some key of this tile.
@@ -97,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         const bool edge = key0 + BN > span.sk;
 #endif
 #if STAGES == 2
-        const bool poison = arrived_nonfinite<BN, DV, NT>(v_at, edge || F32 || hides, tid);
+        const bool poison = LOOK_THROUGH(v_at);
 #else
         __syncthreads();
-        load_tile<BN, DV, NT>(v_at, a.v, vp, key0, span.sk, a.dv, tid);
+        load_tile<BN, COLS_V, NT>(v_at, a.v, vp, key0, span.sk, dv, tid);
         cp_commit();
 #endif
 #if QREG
@@ -115,8 +146,8 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #if STAGES == 2
         if (j > jmin) {
             const u32 next = kv_at + (stage ^ STAGE_BYTES);
-            load_tile<BN, DP, NT>(next, a.k, kp, key0 - BN, span.sk, a.d, tid);
-            load_tile<BN, DV, NT>(next + K_BYTES, a.v, vp, key0 - BN, span.sk, a.dv, tid);
+            load_tile<BN, COLS_K, NT>(next, a.k, kp, key0 - BN, span.sk, d, tid);
+            load_tile<BN, COLS_V, NT>(next + K_BYTES, a.v, vp, key0 - BN, span.sk, dv, tid);
             cp_commit();
         }
         stage ^= STAGE_BYTES;
@@ -124,18 +155,21 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         // A tile whose keys no row of this warp sees costs it nothing but the barriers.
         const bool idle = MASK >= 1 && (key0 > w_hi || (MASK == 2 && key0 + BN - 1 < w_lo));
 #if STAGES == 2
-        if (poison) take_nonfinite<BN, DV, NT>(acc, v_at, weights, tid);
+        if (poison) take_nonfinite<BN, DV, NT, PITCH_V>(acc, v_at, weights, tid);
         if (idle) continue;
 #else
         auto turn = [&] {
             // V has arrived, and nobody reads K any more.
+#if PAIRS
+            key_factors(v_factor, vf, a.v.ss / COLS_V, key0, span.sk - 1, lane);
+#endif
             cp_wait<0>();
-            const bool poison = arrived_nonfinite<BN, DV, NT>(v_at, edge || F32 || hides, tid);
+            const bool poison = LOOK_THROUGH(v_at);
             if (j > jmin) {
-                load_tile<BN, DP, NT>(k_at, a.k, kp, key0 - BN, span.sk, a.d, tid);
+                load_tile<BN, COLS_K, NT>(k_at, a.k, kp, key0 - BN, span.sk, d, tid);
                 cp_commit();
             }
-            if (poison) take_nonfinite<BN, DV, NT>(acc, v_at, weights, tid);
+            if (poison) take_nonfinite<BN, DV, NT, PITCH_V>(acc, v_at, weights, tid);
         };
         if (idle) {
             turn();
@@ -150,15 +184,25 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
             for (int n = 0; n < BN / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[x][n][e] = 0.f;
-#if QREG
-        product_nt<WM, BN / 8, DP, true>(s, 0, PITCH, qf, k_at, PITCH, lane);
+#if PAIRS
+        product_pairs<WM, BN / 8, DP>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, k_at, PITCH_K, lane);
+#elif QREG
+        product_nt<WM, BN / 8, DP, true>(s, 0, PITCH_K, qf, k_at, PITCH_K, lane);
 #else
-        product_nt<WM, BN / 8, DP, false>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, nullptr, k_at, PITCH, lane);
+        product_nt<WM, BN / 8, DP, false>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, nullptr, k_at, PITCH_K, lane);
 #endif
 #if STAGES == 1
         turn();
 #endif
 
+#if PAIRS
+#pragma unroll
+        for (int x = 0; x < WM; ++x)
+#pragma unroll
+            for (int n = 0; n < BN / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[x][n][e] *= q_factor[x][e >> 1] * fabsf(k_factor[n][e & 1]);
+#endif
 #if SCORE == 2
         score_tile<false>(s, score, a, span, row0, key0 + 2 * (lane & 3));
 #elif SCORE == 1
@@ -172,7 +216,11 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         if (edge) hide_edge(s, span, row0, key0, lane);
         float mc[WM][2];
         raise_max(s, m, l, acc, mc, c);
+#if PAIRS
+        add_values_pairs(acc, l, s, mc, weights, v_factor, v_at, PITCH_V);
+#else
         add_values(acc, l, s, mc, weights, v_at, PITCH_V);
+#endif
     }
     cp_wait<0>();
 

@@ -53,11 +53,21 @@ const SINGLE: &[Tile] = &[
     tile(256, [2, 1, 16, 2], false, 1),
 ];
 
+// f32 as pairs of f16: rows of as many bytes, products of twice the rate.
+const PAIRS: &[Tile] = &[
+    tile(64, [4, 2, 32, 2], false, 2),
+    tile(128, [4, 2, 32, 1], false, 2),
+    tile(128, [4, 1, 32, 1], false, 1),
+    tile(256, [8, 1, 32, 1], false, 1),
+    tile(256, [4, 1, 16, 1], false, 1),
+    tile(256, [2, 1, 16, 1], false, 1),
+];
+
 fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
-    let table = if spec.dtype == DType::F32 {
-        SINGLE
-    } else {
-        HALF
+    let table = match (spec.pairs, spec.dtype) {
+        (true, _) => PAIRS,
+        (false, DType::F32) => SINGLE,
+        (false, _) => HALF,
     };
     table
         .iter()

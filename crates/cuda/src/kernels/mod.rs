@@ -7,6 +7,7 @@ pub mod fa1;
 pub mod fa2;
 pub mod fa2_wide;
 pub mod pack;
+pub mod split;
 pub mod standard;
 pub mod state;
 
@@ -21,7 +22,7 @@ use crate::cache::Store;
 use crate::nvrtc::Nvrtc;
 
 /// What every kernel is compiled after: types and tiles, scores and dropout, a block's place, the
-/// online softmax of a tile.
+/// online softmax of a tile, f32 as pairs of f16.
 const PRELUDE: &str = concat!(
     include_str!("prelude.cu"),
     "\n",
@@ -30,6 +31,8 @@ const PRELUDE: &str = concat!(
     include_str!("place.cu"),
     "\n",
     include_str!("online.cu"),
+    "\n",
+    include_str!("pairs.cu"),
 );
 
 /// A kernel source.
@@ -47,17 +50,20 @@ pub enum Family {
     State,
     /// Tensors laid out anew, rows of no sequence cleared.
     Pack,
+    /// f32 as pairs of f16.
+    Split,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 6] = [
+    pub const ALL: [Family; 7] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
         Family::Fa2Wide,
         Family::State,
         Family::Pack,
+        Family::Split,
     ];
 
     /// Its name, as in file names.
@@ -69,6 +75,7 @@ impl Family {
             Family::Fa2Wide => "fa2-wide",
             Family::State => "state",
             Family::Pack => "pack",
+            Family::Split => "split",
         }
     }
 
@@ -80,6 +87,7 @@ impl Family {
             Family::Fa2Wide => (include_str!("fa2_wide.cu"), include_str!("fa2_wide.rs")),
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
             Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),
+            Family::Split => (include_str!("split.cu"), include_str!("split.rs")),
         }
     }
 
@@ -198,6 +206,8 @@ pub struct Spec {
     pub sequences: bool,
     /// Rows of 16-byte multiples at 16-byte addresses.
     pub aligned: bool,
+    /// f32 as pairs of f16, made beforehand; see `pairs.cu`.
+    pub pairs: bool,
 }
 
 impl Spec {
@@ -212,6 +222,7 @@ impl Spec {
             dropout: false,
             sequences: false,
             aligned: true,
+            pairs: false,
         }
     }
 }
@@ -272,6 +283,7 @@ impl Variant {
             ("DV", spec.padded_v as i32),
             ("DROPOUT", i32::from(spec.dropout)),
             ("SEQS", i32::from(spec.sequences)),
+            ("PAIRS", i32::from(spec.pairs)),
         ];
         defines.extend_from_slice(tile);
         let mut name = format!(
@@ -283,6 +295,9 @@ impl Variant {
         );
         if spec.padded_v != spec.padded {
             name += &format!("-dv{}", spec.padded_v);
+        }
+        if spec.pairs {
+            name += "-pairs";
         }
         match spec.score {
             Score::Folded => {}
@@ -412,7 +427,11 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                             aligned: !strided,
                             ..Spec::plain(dtype, padded)
                         };
-                        add(fa2::variant(&spec, limit, false));
+                        let whole = Spec {
+                            pairs: dtype == DType::F32,
+                            ..spec
+                        };
+                        add(fa2::variant(&whole, limit, false));
                         add(fa2::variant(
                             &Spec {
                                 score: Score::Applied,
@@ -436,6 +455,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
         }
         for entry in state::ENTRIES {
             add(Some(state::variant(entry, dtype)));
+        }
+        if dtype == DType::F32 {
+            add(Some(split::variant()));
         }
         for entry in pack::ENTRIES {
             add(Some(pack::variant(entry, dtype)));

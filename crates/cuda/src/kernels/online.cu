@@ -19,7 +19,8 @@ template <int WMT, int NTL> DEV void hide_edge(float (&s)[WMT][NTL][4], const Sp
         }
 }
 
-// m takes in the tile's maxima, l and acc follow; mc is what exponents of this tile subtract.
+// m takes in the tile's maxima, l and acc follow; mc is what exponents of this tile subtract, after the change to base 2, or before
+// it where a bias may be so large that the change would overflow.
 template <int WMT, int NTL, int NO> DEV void raise_max(const float (&s)[WMT][NTL][4], float (&m)[WMT][2], float (&l)[WMT][2], float (&acc)[WMT][NO][4], float (&mc)[WMT][2], float c) {
     float alpha[WMT][2];
     bool moved = false;
@@ -36,7 +37,7 @@ template <int WMT, int NTL, int NO> DEV void raise_max(const float (&s)[WMT][NTL
             // Nothing to rescale before the first live key.
             alpha[x][r] = m[x][r] == NEG_INF ? 1.f : ex2((m[x][r] - ref) * c);
             m[x][r] = now;
-            mc[x][r] = ref * c;
+            mc[x][r] = SCORE == 2 ? ref : ref * c;
             // Rounded apart in every variant, so that a row's bits do not depend on which of them runs.
             l[x][r] = __fmul_rn(l[x][r], alpha[x][r]);
             moved |= alpha[x][r] != 1.f;
@@ -62,8 +63,8 @@ struct Weights {
     __device__ __forceinline__ void of(const float (&s)[4], const float (&mc)[2], float (&l)[2], int x, int n, float (&p)[4]) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            p[2 * r] = ex2(fmaf(s[2 * r], c, -mc[r]));
-            p[2 * r + 1] = ex2(fmaf(s[2 * r + 1], c, -mc[r]));
+            p[2 * r] = ex2(SCORE == 2 ? (s[2 * r] - mc[r]) * c : fmaf(s[2 * r], c, -mc[r]));
+            p[2 * r + 1] = ex2(SCORE == 2 ? (s[2 * r + 1] - mc[r]) * c : fmaf(s[2 * r + 1], c, -mc[r]));
             l[r] += p[2 * r] + p[2 * r + 1];
         }
 #if DROPOUT
@@ -150,7 +151,7 @@ template <int ROWS, int COLS, int NT> DEV bool arrived_nonfinite(u32 tile, [[may
 }
 
 // Rare: this tile of V has NaN or infinite values. Rows that see one get it at once; the products get zero instead.
-template <int ROWS, int COLS, int NT, int WMT, int NO> DEV void take_nonfinite(float (&acc)[WMT][NO][4], u32 tile, const Weights& w, int tid) {
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), int WMT, int NO> DEV void take_nonfinite(float (&acc)[WMT][NO][4], u32 tile, const Weights& w, int tid) {
 #pragma unroll 1
     for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
@@ -163,19 +164,20 @@ template <int ROWS, int COLS, int NT, int WMT, int NO> DEV void take_nonfinite(f
 #pragma unroll
                 for (int n = 0; n < NO; ++n)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at(tile, PITCH_OF(COLS), k, n * 8 + 2 * (w.lane & 3) + e);
+                    for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at(tile, P, k, n * 8 + 2 * (w.lane & 3) + e);
             }
     }
     __syncthreads();
-    clear_tile<ROWS, COLS, NT>(tile, tid);
+    clear_tile<ROWS, COLS, NT, P>(tile, tid);
     __syncthreads();
 }
 
 // O and lse of a warp's rows, from row w0 of the sequence on; columns from col0 of the output. `stage` is the warp's own shared
 // memory, WMT x 16 rows of `pitch` bytes, so whole 16-byte chunks go out without a barrier.
 template <int WMT, int NO> DEV void write_rows(const float (&acc)[WMT][NO][4], const float (&m)[WMT][2], const float (&l)[WMT][2], const Place& at, const Args& a, char* stage, int pitch, int w0, int col0, int lane) {
-    elem* op = (elem*)rows_of(a.o, at.q_batch, at.h, at.q_row) + col0;
+    io* op = (io*)rows_of<io>(a.o, at.q_batch, at.h, at.q_row) + col0;
     const i64 lse0 = ((i64)at.q_batch * a.heads + at.h) * a.lse_ld + at.q_row;
+    constexpr int IOSZ = sizeof(io), IOPC = 16 / IOSZ;
     const int width = a.dv - col0;
     __syncwarp();
 #pragma unroll
@@ -186,11 +188,11 @@ template <int WMT, int NO> DEV void write_rows(const float (&acc)[WMT][NO][4], c
             float lse, factor;
             finish_row(m[x][r], l[x][r], at.h, a, lse, factor);
             if (a.lse && col0 == 0 && (lane & 3) == 0 && row < at.span.sq) ((float*)a.lse)[lse0 + row] = lse;
-            char* to = stage + in * pitch + 2 * (lane & 3) * ESZ;
+            char* to = stage + in * pitch + 2 * (lane & 3) * IOSZ;
 #pragma unroll
             for (int n = 0; n < NO; ++n) {
                 float v0 = acc[x][n][2 * r] * factor, v1 = acc[x][n][2 * r + 1] * factor;
-#if F32
+#if IO32
                 *(float2*)(to + n * 32) = make_float2(v0, v1);
 #else
                 *(u32*)(to + n * 16) = pack2(v0, v1);
@@ -198,15 +200,15 @@ template <int WMT, int NO> DEV void write_rows(const float (&acc)[WMT][NO][4], c
             }
         }
     __syncwarp();
-    const bool whole = ((a.o.ptr | (u64)((a.o.sb | a.o.sh | a.o.ss | (i64)a.dv) * ESZ)) & 15) == 0;
-    constexpr int CH = NO * 8 / EPC;
+    const bool whole = ((a.o.ptr | (u64)((a.o.sb | a.o.sh | a.o.ss | (i64)a.dv) * IOSZ)) & 15) == 0;
+    constexpr int CH = NO * 8 / IOPC;
 #pragma unroll 4
     for (int idx = lane; idx < WMT * 16 * CH; idx += 32) {
         int r = idx / CH, ch = idx % CH, row = w0 + r;
-        if (row >= at.span.sq || ch * EPC >= width) continue;
+        if (row >= at.span.sq || ch * IOPC >= width) continue;
         const char* from = stage + r * pitch + ch * 16;
-        elem* to = op + (i64)row * a.o.ss + ch * EPC;
+        io* to = op + (i64)row * a.o.ss + ch * IOPC;
         if (whole) *(uint4*)to = *(const uint4*)from;
-        else for (int e = 0; e < EPC && ch * EPC + e < width; ++e) to[e] = ((const elem*)from)[e];
+        else for (int e = 0; e < IOPC && ch * IOPC + e < width; ++e) to[e] = ((const io*)from)[e];
     }
 }

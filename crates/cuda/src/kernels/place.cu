@@ -36,4 +36,4 @@ DEV Place place_of(const Args& a) {
     return p;
 }
 
-DEV const elem* rows_of(const Tensor& t, int b, int h, int row) { return (const elem*)t.ptr + b * t.sb + h * t.sh + row * t.ss; }
+template <class T = elem> DEV const T* rows_of(const Tensor& t, int b, int h, int row) { return (const T*)t.ptr + b * t.sb + h * t.sh + row * t.ss; }

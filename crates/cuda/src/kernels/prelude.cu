@@ -13,15 +13,25 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEV [[maybe_unused]] static __device__ __forceinline__
-#define F32 (DTYPE == 2)
+#ifndef PAIRS
+#define PAIRS 0
+#endif
+#define IO32 (DTYPE == 2)         // bias, out and values of Q, K and V are f32
+#define F32 (IO32 && !PAIRS)      // and so are tiles
 #define NEG_INF (-__int_as_float(0x7f800000))
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 
+// What tiles hold, and what the caller's tensors hold: the same but where pairs of f16 stand for f32 (see pairs.cu).
 #if F32
 typedef float elem;
 #else
 typedef u16 elem;
+#endif
+#if IO32
+typedef float io;
+#else
+typedef u16 io;
 #endif
 
 #define ESZ ((int)sizeof(elem))
@@ -119,6 +129,14 @@ DEV float to_float(elem x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
+#endif
+}
+
+DEV float io_float(io x) {
+#if IO32
+    return x;
+#else
+    return to_float(x);
 #endif
 }
 
@@ -230,7 +248,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void load_tile
 
 // Whether V tiles are looked through for NaN and infinity at all: where keys can be hidden or dropped, and in the split products of f32,
 // where the zero low part of a factor would meet an infinity.
-#define GUARD_V (MASK >= 1 || F32 || SCORE == 2 || DROPOUT)
+#define GUARD_V (MASK >= 1 || IO32 || SCORE == 2 || DROPOUT)
 
 // A zero probability times a NaN or infinite value is NaN, so a V tile that holds hidden keys of some row must not go into a
 // matrix product with such values in it. scan_tile finds them among the chunks this thread itself brought in (no barrier
@@ -251,11 +269,11 @@ template <int ROWS, int COLS, int NT> DEV u32 scan_tile(u32 tile, int tid) {
     return found & EXP_TOP;
 }
 
-template <int ROWS, int COLS, int NT> DEV void clear_tile(u32 tile, int tid) {
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void clear_tile(u32 tile, int tid) {
     constexpr int CH = COLS / EPC;
 #pragma unroll 1
     for (int idx = tid; idx < ROWS * CH * 4; idx += NT) {
-        u32 at = tile + (idx / (CH * 4)) * PITCH_OF(COLS) + (idx % (CH * 4)) * 4;
+        u32 at = tile + (idx / (CH * 4)) * P + (idx % (CH * 4)) * 4;
         u32 w = lds32(at), bad = ((w & EXP_BITS) + EXP_ONE) & EXP_TOP;
 #if F32
         if (bad) w = 0;

@@ -21,7 +21,7 @@ DEV int first_key(const Span& a, int i) { return MASK == 2 ? max(0, i + a.lo_off
 
 // Where the pieces of the score of one head of one sequence lie.
 struct Score {
-    const elem* bias;
+    const io* bias;
     const unsigned char *mask, *keep; // 0 = none
     float slope;                      // 0 = no ALiBi
     u32 head;                         // sequence x heads + head: the stream of random numbers
@@ -31,7 +31,7 @@ struct Score {
 DEV Score score_head(const Args& a, int seq, int b, int h, int q_row, int k_row) {
     auto at = [&](const Tensor& t) { return b * t.sb + h * t.sh + q_row * t.ss + k_row * t.sd; };
     Score s;
-    s.bias = a.bias.ptr ? (const elem*)a.bias.ptr + at(a.bias) : nullptr;
+    s.bias = a.bias.ptr ? (const io*)a.bias.ptr + at(a.bias) : nullptr;
     s.mask = a.mask.ptr ? (const unsigned char*)a.mask.ptr + at(a.mask) : nullptr;
     s.keep = a.keep.ptr ? (const unsigned char*)a.keep.ptr + at(a.keep) : nullptr;
     s.slope = a.alibi ? ((const float*)a.alibi)[h] : 0.f;
@@ -55,7 +55,7 @@ DEV float score_slope(float capped, const Args& a) {
 DEV i64 element(const Tensor& t, const Span& span, int i, int j) {
     return (i64)min(i, span.sq - 1) * t.ss + (i64)min(j, span.sk - 1) * t.sd;
 }
-DEV float bias_at(const Score& s, const Args& a, const Span& span, int i, int j) { return to_float(s.bias[element(a.bias, span, i, j)]); }
+DEV float bias_at(const Score& s, const Args& a, const Span& span, int i, int j) { return io_float(s.bias[element(a.bias, span, i, j)]); }
 DEV bool masked_at(const Score& s, const Args& a, const Span& span, int i, int j) { return s.mask[element(a.mask, span, i, j)] == 0; }
 // Whether mask or bias hide a key that the bounds leave live.
 DEV bool hidden_at(const Score& s, const Args& a, const Span& span, int i, int j) {

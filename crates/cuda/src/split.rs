@@ -1,0 +1,86 @@
+//! q, k and v of f32 as pairs of f16, made once for a call of `fa2`: see `pairs.cu`.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream};
+use tilewise_core::{DType, Result};
+
+use crate::backend::CudaBackend;
+use crate::kernels::{Spec, split};
+use crate::ops::{address, launch_grid_stride, scratch};
+use crate::raw::{Args, Tensor};
+
+/// Rows of a tensor as pairs: `columns` of the high parts, then as many of the low ones. Axes that the
+/// source repeats (stride 0) are made once.
+fn layout(from: &Tensor, shape: [usize; 3], columns: usize) -> (Tensor, u64) {
+    let axes = [
+        (from.sb, shape[0]),
+        (from.sh, shape[1]),
+        (from.ss, shape[2]),
+    ];
+    let [b, h, s] = axes.map(|(stride, n)| if stride == 0 { 1 } else { n });
+    let row = 2 * columns as i64;
+    let step = |(stride, n): (i64, usize), rows: usize| {
+        // The kernel asks the stride whether rows are repeated; an axis of one row has none to tell.
+        if stride == 0 && n > 1 {
+            0
+        } else {
+            rows as i64 * row
+        }
+    };
+    let to = Tensor {
+        ptr: 0,
+        sb: step(axes[0], h * s),
+        sh: step(axes[1], s),
+        ss: step(axes[2], 1),
+        sd: 1,
+    };
+    (to, b as u64 * h as u64 * s as u64)
+}
+
+/// Puts pairs of q, k and v, with their factors, in their place in `args`; the memory that holds them
+/// must live until the launch that reads it is queued.
+pub(crate) fn pairs(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    args: &mut Args,
+    spec: &Spec,
+) -> Result<CudaSlice<u8>> {
+    let [batch, heads, sq, sk] = [args.batch, args.heads, args.sq, args.sk].map(|n| n as usize);
+    let kv_heads = heads / args.group_size as usize;
+    let (columns, columns_v) = (spec.padded as usize, spec.padded_v as usize);
+    let (mut q, q_rows) = layout(&args.q, [batch, heads, sq], columns);
+    let (mut k, k_rows) = layout(&args.k, [batch, kv_heads, sk], columns);
+    let (mut v, v_rows) = layout(&args.v, [batch, kv_heads, sk], columns_v);
+    // Two halves of two bytes an element, then the factors.
+    let rows = [(q_rows, columns), (k_rows, columns), (v_rows, columns_v)];
+    let elements = rows
+        .iter()
+        .map(|&(rows, columns)| rows * columns as u64 * 4);
+    let bytes = elements.sum::<u64>() + (q_rows + k_rows + v_rows) * 4;
+    let mut memory = scratch(stream, "q, k and v as pairs of f16", bytes)?;
+    let mut at = address(&mut memory, stream);
+    for (tensor, (rows, columns)) in [&mut q, &mut k, &mut v].into_iter().zip(rows) {
+        tensor.ptr = at;
+        at += rows * columns as u64 * 4;
+    }
+    let factors = [at, at + q_rows * 4, at + (q_rows + k_rows) * 4];
+    let making = Args {
+        o: q,
+        bias: k,
+        mask: v,
+        m: factors[0],
+        l: factors[1],
+        acc: factors[2],
+        ld_s: columns as i64,
+        ld_p: columns_v as i64,
+        ..*args
+    };
+    // A warp a row.
+    let work = (q_rows.max(k_rows).max(v_rows)) * 32;
+    debug_assert_eq!(spec.dtype, DType::F32);
+    launch_grid_stride(backend, stream, &split::variant(), work, &making)?;
+    (args.q, args.k, args.v) = (q, k, v);
+    [args.m, args.l, args.acc] = factors;
+    Ok(memory)
+}

@@ -1,0 +1,350 @@
+//! Every option of the problem definition, alone and together, against the definition.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use tilewise_core::backend::Backend;
+use tilewise_core::{
+    Algorithm, Alignment, Dims, Dropout, Element, Error, Inputs, Options, Problem, TensorView,
+    TensorViewMut, keep_mask,
+};
+use tilewise_cuda::CudaBackend;
+use tilewise_testkit::{Case, Judged, Noise, Sequences, Setting, Sizes, case, cases};
+
+use super::{Data, bits, dims, gpu, run, verdict};
+
+/// The algorithms that take every option.
+const BOTH: [Algorithm; 2] = [Algorithm::Standard, Algorithm::Fa2];
+
+/// out and lse of a problem, poisoned first.
+fn forward<T: Element>(
+    backend: &CudaBackend,
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    algorithm: Algorithm,
+) -> Result<(Vec<T>, Vec<f32>), Error> {
+    let (shape, rows) = (problem.dims().out_shape(), problem.dims().lse_shape());
+    let mut out = vec![T::from_f64(f64::NAN); shape.iter().product()];
+    let mut lse = vec![f32::NAN; rows.iter().product()];
+    backend.forward(
+        problem,
+        &T::erase_inputs(*inputs),
+        algorithm,
+        T::erase_mut(TensorViewMut::bhsd(&mut out, shape)?),
+        Some(TensorViewMut::bhs(&mut lse, rows)?),
+    )?;
+    Ok((out, lse))
+}
+
+/// Problems over the tiles, of few head_dims: each combination of options at a new size is a kernel to
+/// compile.
+fn any_case() -> impl Strategy<Value = Case> {
+    let sizes = Sizes {
+        seqlen_q: prop_oneof![6 => 1usize..90, 2 => 90usize..300, 1 => Just(0usize)].boxed(),
+        seqlen_k: prop_oneof![3 => 1usize..90, 4 => 90usize..500, 1 => Just(0usize)].boxed(),
+        head_dim: prop_oneof![Just(20usize), Just(64)].boxed(),
+        window: 0..120,
+        packed: (0..150, 0..260),
+        page: 1..21,
+    };
+    case(&sizes)
+}
+
+/// What the definition says of a case, dropout included, this backend says too.
+fn check<T: Element>(name: &str, case: &Case) -> Result<(), TestCaseError> {
+    let Some(backend) = gpu(name) else {
+        return Ok(());
+    };
+    for algorithm in BOTH {
+        let mut refused = None;
+        let setting = Setting::<T>::new(case, |problem, inputs| {
+            match forward(&backend, problem, inputs, algorithm) {
+                Ok(results) => results,
+                Err(error) => {
+                    refused = Some(error.to_string());
+                    (Vec::new(), Vec::new())
+                }
+            }
+        });
+        if let Some(text) = refused {
+            let paged = matches!(case.sequences, Sequences::Paged(..));
+            prop_assert!(paged && text.contains("page"), "{algorithm}: {text}");
+            continue;
+        }
+        let who = format!("{algorithm} {:?}", setting.options);
+        Judged::new(&setting.problem(), &setting.inputs()).agrees(
+            &who,
+            &setting.out,
+            &setting.lse,
+        )?;
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(cases(24))]
+    #[test]
+    fn f32_with_any_options_equals_the_definition(case in any_case()) {
+        check::<f32>("f32_with_any_options_equals_the_definition", &case)?;
+    }
+
+    #[test]
+    fn f16_with_any_options_equals_the_definition(case in any_case()) {
+        check::<f16>("f16_with_any_options_equals_the_definition", &case)?;
+    }
+
+    #[test]
+    fn bf16_with_any_options_equals_the_definition(case in any_case()) {
+        check::<bf16>("bf16_with_any_options_equals_the_definition", &case)?;
+    }
+}
+
+/// A case with everything on that goes together.
+fn crowded(seed: u64, dims: Dims, sequences: Sequences) -> Case {
+    Case {
+        sequences,
+        options: Options::new().causal(true).window_left(100).softcap(9.0),
+        alibi: true,
+        sinks: true,
+        bias: Some([false; 4]),
+        mask: Some([true, false, false, false]),
+        ..Case::dense(seed, dims)
+    }
+}
+
+fn check_dims<T: Element>(name: &str, head_dim: usize, head_dim_v: usize) {
+    let shape = Dims {
+        head_dim_v,
+        ..dims(2, 4, 2, 150, 230, head_dim)
+    };
+    let packed = Sequences::Packed(vec![(70, 200), (0, 9), (130, 64), (5, 0)], true);
+    let mut plain = Case::dense(3, shape);
+    plain.options = Options::new().causal(true);
+    for case in [
+        plain,
+        crowded(1, shape, Sequences::Dense),
+        crowded(2, shape, packed),
+    ] {
+        check::<T>(name, &case).unwrap_or_else(|e| panic!("{head_dim} {head_dim_v}: {e}"));
+    }
+}
+
+#[test]
+fn head_dim_v_of_its_own_equals_the_definition() {
+    let name = "head_dim_v_of_its_own_equals_the_definition";
+    for (d, dv) in [(64, 128), (192, 128), (40, 1), (128, 64)] {
+        check_dims::<bf16>(name, d, dv);
+        check_dims::<f32>(name, d, dv);
+    }
+    check_dims::<f16>(name, 16, 256);
+}
+
+#[test]
+fn wide_heads_in_slices_equal_the_definition() {
+    let name = "wide_heads_in_slices_equal_the_definition";
+    for (d, dv) in [(320, 320), (512, 512), (576, 512), (64, 300), (259, 17)] {
+        check_dims::<bf16>(name, d, dv);
+        check_dims::<f32>(name, d, dv);
+    }
+    check_dims::<f16>(name, 512, 512);
+}
+
+/// Rows of sequence `n`, of `count` that lie side by side along the batch axis or along seqlen.
+fn part<T: Element>(
+    out: &[T],
+    shape: [usize; 4],
+    n: usize,
+    count: usize,
+    packed: bool,
+) -> Vec<u64> {
+    let view = TensorView::bhsd(out, shape).unwrap();
+    let rows = if packed { shape[2] / count } else { shape[2] };
+    let mut found = Vec::new();
+    for h in 0..shape[1] {
+        for s in 0..rows {
+            let row = if packed {
+                view.row(0, h, n * rows + s).collect::<Vec<_>>()
+            } else {
+                view.row(n, h, s).collect()
+            };
+            found.extend(bits(&row));
+        }
+    }
+    found
+}
+
+/// Law 6: a sequence alone, among 64 in a batch, and packed among 64: the same bits.
+#[test]
+fn a_sequence_alone_in_a_batch_and_packed_has_the_same_bits() {
+    let name = "a_sequence_alone_in_a_batch_and_packed_has_the_same_bits";
+    let Some(backend) = gpu(name) else { return };
+    fn one<T: Element>(backend: &CudaBackend, d: usize, options: &Options) {
+        const N: usize = 64;
+        let (h, hk, sq, sk) = (2, 1, 150, 201);
+        let shape = dims(N, h, hk, sq, sk, d);
+        let data = Data::<T>::new(shape, 77);
+        // The same rows, one sequence after another along seqlen: [n, h, s, d] read as [1, h, n s, d].
+        let spread = |values: &[T], heads: usize, rows: usize| -> Vec<T> {
+            let view = TensorView::bhsd(values, [N, heads, rows, d]).unwrap();
+            let mut packed = Vec::with_capacity(values.len());
+            for head in 0..heads {
+                for n in 0..N {
+                    for s in 0..rows {
+                        packed.extend(view.row(n, head, s));
+                    }
+                }
+            }
+            packed
+        };
+        let (q, k, v) = (
+            spread(&data.q, h, sq),
+            spread(&data.k, hk, sk),
+            spread(&data.v, hk, sk),
+        );
+        let starts = |rows: usize| (0..=N).map(|n| (n * rows) as i32).collect::<Vec<_>>();
+        let (cu_q, cu_k) = (starts(sq), starts(sk));
+        let view = |values, heads, rows| TensorView::bhsd(values, [1, heads, N * rows, d]).unwrap();
+        let packed =
+            Inputs::new(view(&q, h, sq), view(&k, hk, sk), view(&v, hk, sk)).packed(&cu_q, &cu_k);
+        for algorithm in BOTH {
+            let batch = run(backend, &data.inputs(), options, algorithm).unwrap();
+            let together = run(backend, &packed, options, algorithm).unwrap();
+            for n in [0, 31, 63] {
+                let whole = data.inputs();
+                let narrow = |view: TensorView<'_, T>| -> Vec<T> {
+                    let view = view.narrow(0, n..n + 1);
+                    let [_, h, s, _] = view.shape();
+                    let rows = (0..h).flat_map(|h| (0..s).map(move |s| (h, s)));
+                    rows.flat_map(|(h, s)| view.row(0, h, s).collect::<Vec<_>>())
+                        .collect()
+                };
+                let alone = Data {
+                    dims: Dims { batch: 1, ..shape },
+                    q: narrow(whole.q),
+                    k: narrow(whole.k),
+                    v: narrow(whole.v),
+                };
+                let single = run(backend, &alone.inputs(), options, algorithm).unwrap();
+                let expected = bits(&single.0);
+                let who = format!("{algorithm} {} {d} {n} {options:?}", T::DTYPE);
+                let [_, h, sq, d] = shape.out_shape();
+                assert_eq!(
+                    expected,
+                    part(&batch.0, [N, h, sq, d], n, N, false),
+                    "{who}"
+                );
+                let long = [1, h, N * sq, d];
+                assert_eq!(expected, part(&together.0, long, n, N, true), "{who}");
+                let lse = bits(&single.1);
+                assert_eq!(lse, part(&batch.1, [N, h, sq, 1], n, N, false), "{who}");
+                assert_eq!(
+                    lse,
+                    part(&together.1, [1, h, N * sq, 1], n, N, true),
+                    "{who}"
+                );
+            }
+        }
+    }
+    for options in [
+        Options::new(),
+        Options::new().causal(true),
+        Options::new().softcap(5.0).alignment(Alignment::TopLeft),
+    ] {
+        one::<bf16>(&backend, 64, &options);
+        one::<f32>(&backend, 64, &options);
+    }
+    one::<f16>(&backend, 128, &Options::new().causal(true));
+    one::<bf16>(&backend, 256, &Options::new());
+}
+
+/// The weights that are kept are those of the core, bit for bit: with V the identity, out shows them.
+#[test]
+fn dropout_keeps_what_the_core_keeps() {
+    let name = "dropout_keeps_what_the_core_keeps";
+    let Some(backend) = gpu(name) else { return };
+    fn one<T: Element>(backend: &CudaBackend) {
+        let shape = dims(2, 3, 1, 75, 64, 64);
+        let mut data = Data::<T>::new(shape, 5);
+        for (at, x) in data.v.iter_mut().enumerate() {
+            *x = T::from_f64(f64::from(u8::from(at % 64 == at / 64 % 64)));
+        }
+        let mut noise = Noise(17);
+        for p in [0.1, 0.5, 0.9] {
+            let options = Options::new().dropout(Dropout::Philox {
+                p,
+                seed: noise.bits(),
+                offset: noise.bits(),
+            });
+            let problem = Problem::new(&data.inputs(), &options).unwrap();
+            let kept = keep_mask(&problem, &data.inputs()).unwrap().unwrap();
+            for algorithm in BOTH {
+                let (out, lse) = run(backend, &data.inputs(), &options, algorithm).unwrap();
+                verdict(&data.inputs(), &options, &out, &lse).unwrap();
+                for (at, (x, &keep)) in out.iter().zip(&kept).enumerate() {
+                    assert_eq!(x.to_f64() != 0.0, keep != 0, "{algorithm} {p} {at}");
+                }
+            }
+        }
+    }
+    one::<bf16>(&backend);
+    one::<f32>(&backend);
+}
+
+/// What a mask, a bias or dropout takes away takes nothing with it, whatever its value holds.
+#[test]
+fn hidden_and_dropped_values_do_not_leak() {
+    let name = "hidden_and_dropped_values_do_not_leak";
+    let Some(backend) = gpu(name) else { return };
+    fn one<T: Element>(backend: &CudaBackend, d: usize) {
+        let shape = dims(1, 2, 1, 90, 200, d);
+        let mut data = Data::<T>::new(shape, 8);
+        for key in [3, 64, 130, 199] {
+            data.v[key * d + key % d] = T::from_f64(f64::NAN);
+            data.v[key * d + 1] = T::from_f64(f64::INFINITY);
+        }
+        let bad = |key: usize| [3, 64, 130, 199].contains(&key);
+        let mask: Vec<u8> = (0..200).map(|key| u8::from(!bad(key))).collect();
+        let hide = |key| if bad(key) { f64::NEG_INFINITY } else { 0.25 };
+        let bias: Vec<T> = (0..200).map(|key| T::from_f64(hide(key))).collect();
+        let mask = TensorView::bhsd(&mask, [1, 1, 1, 200]).unwrap();
+        let bias = TensorView::bhsd(&bias, [1, 1, 1, 200]).unwrap();
+        let plain = Options::new();
+        let dropped = Options::new().dropout(Dropout::Mask { p: 0.25 });
+        for (inputs, options) in [
+            (data.inputs().mask(mask), &plain),
+            (data.inputs().bias(bias), &plain),
+            (data.inputs().keep_mask(mask), &dropped),
+        ] {
+            for algorithm in BOTH {
+                let (out, lse) = run(backend, &inputs, options, algorithm).unwrap();
+                verdict(&inputs, options, &out, &lse).unwrap();
+                assert!(out.iter().all(|x| x.to_f64().is_finite()), "{algorithm}");
+            }
+        }
+        // Rows that do see them become NaN or infinite there, the others stay as they are.
+        let half: Vec<u8> = (0..90 * 200)
+            .map(|at| u8::from(at / 200 % 2 == 0 || !bad(at % 200)))
+            .collect();
+        let half = TensorView::bhsd(&half, [1, 1, 90, 200]).unwrap();
+        let inputs = data.inputs().mask(half);
+        for algorithm in BOTH {
+            let (out, lse) = run(backend, &inputs, &plain, algorithm).unwrap();
+            verdict(&inputs, &plain, &out, &lse).unwrap();
+        }
+    }
+    one::<bf16>(&backend, 64);
+    one::<f32>(&backend, 64);
+}
+
+/// What fa1 does not do it refuses by name, and does not do.
+#[test]
+fn fa1_refuses_by_name() {
+    let Some(backend) = gpu("fa1_refuses_by_name") else {
+        return;
+    };
+    let data = Data::<f16>::new(dims(1, 2, 1, 8, 8, 64), 1);
+    let options = Options::new().sinks(vec![0.5; 2]);
+    match run(&backend, &data.inputs(), &options, Algorithm::Fa1) {
+        Err(Error::Unsupported { what, .. }) => assert!(what.contains("sinks"), "{what}"),
+        other => panic!("{other:?}"),
+    }
+}
