@@ -448,7 +448,7 @@ fn missing(spec: &Spec) -> Error {
     ))
 }
 
-fn launch(
+pub(crate) fn launch(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
     variant: &Variant,

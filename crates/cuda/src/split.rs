@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream};
-use tilewise_core::{DType, Result};
+use tilewise_core::Result;
 
 use crate::backend::CudaBackend;
 use crate::kernels::{Spec, split};
-use crate::ops::{address, launch_grid_stride, scratch};
+use crate::ops::{address, launch, scratch};
 use crate::raw::{Args, Tensor};
 
 /// Rows of a tensor as pairs: `columns` of the high parts, then as many of the low ones. Axes that the
@@ -76,10 +76,10 @@ pub(crate) fn pairs(
         ld_p: columns_v as i64,
         ..*args
     };
-    // A warp a row.
-    let work = (q_rows.max(k_rows).max(v_rows)) * 32;
-    debug_assert_eq!(spec.dtype, DType::F32);
-    launch_grid_stride(backend, stream, &split::variant(), work, &making)?;
+    // Eight threads a row; each of the three tensors has its own blocks.
+    let blocks = (q_rows.max(k_rows).max(v_rows) * 8).div_ceil(256);
+    let blocks = blocks.clamp(1, 132 * 8);
+    launch(backend, stream, &split::variant(), (blocks, 3), &making)?;
     (args.q, args.k, args.v) = (q, k, v);
     [args.m, args.l, args.acc] = factors;
     Ok(memory)

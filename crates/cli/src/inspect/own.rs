@@ -47,7 +47,7 @@ impl Resources {
 }
 
 /// Names of the pointers in the argument block, as the papers name the tensors.
-const POINTERS: [(usize, &str); 10] = [
+const POINTERS: [(usize, &str); 17] = [
     (
         std::mem::offset_of!(Args, q) + std::mem::offset_of!(Tensor, ptr),
         "q",
@@ -64,6 +64,22 @@ const POINTERS: [(usize, &str); 10] = [
         std::mem::offset_of!(Args, o) + std::mem::offset_of!(Tensor, ptr),
         "out",
     ),
+    (
+        std::mem::offset_of!(Args, bias) + std::mem::offset_of!(Tensor, ptr),
+        "bias",
+    ),
+    (
+        std::mem::offset_of!(Args, mask) + std::mem::offset_of!(Tensor, ptr),
+        "mask",
+    ),
+    (
+        std::mem::offset_of!(Args, keep) + std::mem::offset_of!(Tensor, ptr),
+        "keep mask",
+    ),
+    (std::mem::offset_of!(Args, alibi), "slopes"),
+    (std::mem::offset_of!(Args, sinks), "sinks"),
+    (std::mem::offset_of!(Args, seqs), "sequences"),
+    (std::mem::offset_of!(Args, work), "row blocks"),
     (std::mem::offset_of!(Args, lse), "lse"),
     (std::mem::offset_of!(Args, m), "m"),
     (std::mem::offset_of!(Args, l), "l"),

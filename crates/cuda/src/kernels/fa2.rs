@@ -41,6 +41,7 @@ const fn tile(up_to: u32, cut: [u32; 4], qreg: bool, blocks: u32) -> Tile {
 // groups a warp halve the shared-memory traffic a product needs, as long as the output fits the registers.
 const HALF: &[Tile] = &[
     tile(64, [4, 2, 64, 2], true, 2),
+    tile(96, [4, 2, 64, 2], false, 2),
     tile(128, [4, 2, 64, 1], false, 2),
     tile(256, [4, 1, 64, 1], false, 2),
     tile(256, [4, 1, 32, 1], false, 1),
@@ -56,7 +57,7 @@ const SINGLE: &[Tile] = &[
 // f32 as pairs of f16: rows of as many bytes, products of twice the rate.
 const PAIRS: &[Tile] = &[
     tile(64, [4, 2, 32, 2], false, 2),
-    tile(128, [4, 2, 32, 1], false, 2),
+    tile(128, [4, 1, 64, 1], false, 2),
     tile(128, [4, 1, 32, 1], false, 1),
     tile(256, [8, 1, 32, 1], false, 1),
     tile(256, [4, 1, 16, 1], false, 1),
