@@ -15,7 +15,7 @@ use tilewise_cuda::kernels::{Selection, Variant, compute_of, list, shared_limit}
 use tilewise_cuda::nvrtc::Nvrtc;
 
 /// Most variants: all of them compile within minutes on two cores.
-const MOST: usize = 120;
+const MOST: usize = 140;
 
 /// Registers a thread, bytes of stack, bytes of spill stores.
 type Use = (u32, u32, u32);
@@ -48,6 +48,11 @@ fn chosen(arch: &str) -> Vec<Variant> {
                     (true, _) => has("-d128-band") && !has("-strided"),
                     (false, false) => has("-d64-causal-score-strided"),
                 };
+            }
+            if name.starts_with("bwd") {
+                let both = has("bwd-fa2-bf16-d64-") || has("bwd-fa2-bf16-d128-");
+                let causal = plain && !has("-dropout") && has("-causal");
+                return causal && (both && has("-dq1-") || has("bwd-dq-bf16-d128-"));
             }
             if name.starts_with("fa1") {
                 return plain && has("-causal");

@@ -9,12 +9,14 @@ use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr};
 use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
-    Algorithm, AnyInputs, AnyTensorMut, Backend, BackendInfo, DType, Element, Error, ForwardReport,
-    Inputs, Problem, Result, RunningState, TensorView, TensorViewMut,
+    Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
+    BackwardInputs, BackwardReport, DType, Element, Error, ForwardReport, GradientsMut, Inputs,
+    Problem, Result, RunningState, TensorView, TensorViewMut, gather,
 };
 
+use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
 use crate::cache::Store;
-use crate::error::{allocation, driver, unavailable};
+use crate::error::{allocation, driver, unavailable, unsupported};
 use crate::module::Modules;
 use crate::ops::{self, DeviceInputs};
 use crate::probe::{probe, version_name};
@@ -56,6 +58,7 @@ struct Shared {
 #[derive(Clone, Debug)]
 pub struct CudaBackend {
     shared: Arc<Shared>,
+    sums: Sums,
 }
 
 impl CudaBackend {
@@ -115,7 +118,20 @@ impl CudaBackend {
                 memory: device.memory,
                 streams: Mutex::default(),
             }),
+            sums: Sums::default(),
         })
+    }
+
+    /// The same device; [`Backend::backward`] sums dQ up in this way. Without it the bits of gradients
+    /// do not change from call to call.
+    pub fn sums(mut self, sums: Sums) -> CudaBackend {
+        self.sums = sums;
+        self
+    }
+
+    /// Compute capability, major × 10 + minor.
+    pub fn compute(&self) -> i32 {
+        self.shared.compute
     }
 
     /// The primary context of the device, shared with other libraries of the process.
@@ -228,6 +244,121 @@ impl CudaBackend {
             Ok(())
         })
     }
+}
+
+impl CudaBackend {
+    fn backward_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+        &self,
+        problem: &Problem,
+        inputs: &BackwardInputs<'_, T>,
+        algorithm: Algorithm,
+        gradients: GradientsMut<'_, T>,
+    ) -> Result<()> {
+        if inputs.problem(problem.options())? != *problem {
+            return Err(Error::shape(
+                "problem",
+                "the problem that the inputs pose",
+                "another one",
+            ));
+        }
+        gradients.check(problem, &inputs.inputs)?;
+        if gradients.dbias.is_some() {
+            return Err(unsupported("the gradient of a bias"));
+        }
+        let gathered = gather(problem, &inputs.inputs)?;
+        let (problem, given) = (gathered.problem(), gathered.inputs(&inputs.inputs));
+        self.on_stream(|stream| {
+            let up = |name, view| Uploaded::<T>::new(stream, name, view);
+            let (q, k, v) = (up("q", &given.q)?, up("k", &given.k)?, up("v", &given.v)?);
+            let (out, dout) = (up("out", &inputs.out)?, up("dout", &inputs.dout)?);
+            let bias = Uploaded::maybe(stream, "bias", &given.bias)?;
+            let mask = Uploaded::maybe(stream, "mask", &given.mask)?;
+            let keep_mask = Uploaded::maybe(stream, "keep_mask", &given.keep_mask)?;
+            let lse = Uploaded::<f32>::new(stream, "lse", &inputs.lse)?;
+            let dlse = match &inputs.dlse {
+                Some(dlse) => Some(Uploaded::<f32>::new(stream, "dlse", dlse)?),
+                None => None,
+            };
+            let shapes = [given.q.shape(), problem.dk_shape(), problem.dv_shape()];
+            let memory =
+                |name, n: usize| device_zeros::<T>(stream, name, shapes[n].iter().product());
+            let (mut dq, mut dk, mut dv) = (memory("dq", 0)?, memory("dk", 1)?, memory("dv", 2)?);
+            let sinks = [1, 1, 1, problem.dims().num_heads];
+            let mut dsinks = match &gradients.dsinks {
+                Some(_) => Some(device_zeros::<f32>(stream, "dsinks", sinks[3])?),
+                None => None,
+            };
+            backward::backward(
+                self,
+                stream,
+                problem,
+                algorithm,
+                self.sums,
+                &DeviceBackward {
+                    inputs: DeviceInputs {
+                        q: q.view()?,
+                        k: k.view()?,
+                        v: v.view()?,
+                        bias: bias.as_ref().map(Uploaded::view).transpose()?,
+                        mask: mask.as_ref().map(Uploaded::mask).transpose()?,
+                        keep_mask: keep_mask.as_ref().map(Uploaded::mask).transpose()?,
+                    },
+                    out: out.view()?,
+                    lse: lse.view()?,
+                    dout: dout.view()?,
+                    dlse: match &dlse {
+                        Some(dlse) => Some(dlse.view()?),
+                        None => None,
+                    },
+                },
+                &mut DeviceGradients {
+                    dq: DeviceViewMut::bhsd::<T, _>(&mut dq, shapes[0])?,
+                    dk: DeviceViewMut::bhsd::<T, _>(&mut dk, shapes[1])?,
+                    dv: DeviceViewMut::bhsd::<T, _>(&mut dv, shapes[2])?,
+                    dsinks: match &mut dsinks {
+                        Some(dsinks) => Some(DeviceViewMut::bhsd::<f32, _>(dsinks, sinks)?),
+                        None => None,
+                    },
+                },
+            )?;
+            let GradientsMut {
+                dq: mut to_q,
+                dk: mut to_k,
+                dv: mut to_v,
+                dsinks: to_sinks,
+                ..
+            } = gradients;
+            download(stream, &dq, &mut to_q)?;
+            download_keys(stream, &dk, shapes[1], &mut to_k)?;
+            download_keys(stream, &dv, shapes[2], &mut to_v)?;
+            if let (Some(memory), Some(to)) = (&dsinks, to_sinks) {
+                let mut view = TensorViewMut::bhsd(to, sinks)?;
+                download(stream, memory, &mut view)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// [`download`] into a tensor that may have more rows than `shape` says: keys of pages that no
+/// sequence uses get 0.
+fn download_keys<T: Element + DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    memory: &CudaSlice<T>,
+    shape: [usize; 4],
+    view: &mut TensorViewMut<'_, T>,
+) -> Result<()> {
+    let [batch, heads, keys, _] = view.shape();
+    if keys > shape[2] {
+        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            for s in shape[2]..keys {
+                view.row_mut(b, h, s).fill(T::default());
+            }
+        }
+    }
+    let (strides, offset) = (view.strides(), view.offset());
+    let mut used = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset)?;
+    download(stream, memory, &mut used)
 }
 
 /// Device memory for `len` elements, at least one.
@@ -448,6 +579,43 @@ impl Backend for CudaBackend {
             _ => return Err(wrong_dtype("q", problem.dtype(), dtype)),
         }
         Ok(ForwardReport {
+            algorithm: algorithm.resolve(),
+            isa: format!("sm_{}", self.shared.compute),
+        })
+    }
+
+    fn supports_backward(&self, problem: &Problem, algorithm: Algorithm) -> Result<()> {
+        backward::supports(problem, algorithm)
+    }
+
+    fn backward_workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
+        backward::workspace_bytes(problem, algorithm, self.sums, self.standard_budget())
+    }
+
+    /// Copies what the gradients are made from to the device and the gradients back; device memory
+    /// goes through [`backward::backward`].
+    fn backward(
+        &self,
+        problem: &Problem,
+        inputs: &AnyBackwardInputs<'_>,
+        algorithm: Algorithm,
+        gradients: AnyGradientsMut<'_>,
+    ) -> Result<BackwardReport> {
+        backward::supports(problem, algorithm)?;
+        let dtype = gradients.dtype();
+        match (inputs, gradients) {
+            (AnyBackwardInputs::F32(inputs), AnyGradientsMut::F32(gradients)) => {
+                self.backward_typed(problem, inputs, algorithm, gradients)?;
+            }
+            (AnyBackwardInputs::F16(inputs), AnyGradientsMut::F16(gradients)) => {
+                self.backward_typed(problem, inputs, algorithm, gradients)?;
+            }
+            (AnyBackwardInputs::BF16(inputs), AnyGradientsMut::BF16(gradients)) => {
+                self.backward_typed(problem, inputs, algorithm, gradients)?;
+            }
+            _ => return Err(wrong_dtype("dq", problem.dtype(), dtype)),
+        }
+        Ok(BackwardReport {
             algorithm: algorithm.resolve(),
             isa: format!("sm_{}", self.shared.compute),
         })

@@ -7,8 +7,9 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut};
 use tilewise_core::{Algorithm, DType, Error, Problem, Result};
 
 use crate::backend::{CudaBackend, device_zeros};
+use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
 use crate::error::driver;
-use crate::ops::{self, run_state, scratch};
+use crate::ops::{self, DeviceInputs, run_state, scratch};
 use crate::raw::Args;
 use crate::view::{DeviceView, DeviceViewMut, contiguous};
 
@@ -90,12 +91,7 @@ pub fn time(
     effort: Effort,
 ) -> Result<Timing> {
     ops::supports(problem, algorithm)?;
-    if backend.driver_version() < EVENTS_DRIVER {
-        return Err(Error::Unavailable {
-            backend: crate::NAME.into(),
-            reason: "event timing needs a driver for CUDA 12.8 or later".into(),
-        });
-    }
+    timeable(backend)?;
     let dims = *problem.dims();
     let dtype = problem.dtype();
     backend.on_stream(|stream| {
@@ -116,11 +112,6 @@ pub fn time(
             (count(dims.out_shape()) * dtype.size()) as u64,
         )?;
         let mut lse = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
-        let mut flush = scratch(
-            stream,
-            "the cache flush",
-            4 * backend.l2_bytes().max(1 << 20),
-        )?;
         let address = |memory: &mut CudaSlice<u8>| memory.device_ptr_mut(stream).0;
         let (pq, pk, pv, po) = (
             address(&mut q),
@@ -138,7 +129,7 @@ pub fn time(
                 DeviceView::from_raw(pv, dtype, wide_v, contiguous(wide_v)),
             )
         };
-        let mut call = || -> Result<()> {
+        let call = || -> Result<()> {
             // SAFETY: as above.
             let mut vo = unsafe {
                 DeviceViewMut::from_raw(po, dtype, dims.out_shape(), contiguous(dims.out_shape()))?
@@ -156,57 +147,167 @@ pub fn time(
                 Some(&mut sums),
             )
         };
-        let wait = || {
-            stream
-                .synchronize()
-                .map_err(|e| driver("cuStreamSynchronize", e))
-        };
-        wait()?;
-        let started = std::time::Instant::now();
-        call()?;
-        wait()?;
-        let first_ms = started.elapsed().as_secs_f64() * 1e3;
-        let started = std::time::Instant::now();
-        call()?;
-        wait()?;
-        let one = (started.elapsed().as_secs_f64() * 1e3).max(1e-3);
-        for _ in 0..(effort.warmup_ms / one).clamp(1.0, effort.most as f64) as usize {
-            call()?;
+        measure(backend, stream, effort, call)
+    })
+}
+
+/// Times the gradients of `problem` with standard normal inputs made on the device; out and lse are
+/// those of its own forward pass, which is not timed. The calls of `sums` are timed as they stand:
+/// with [`Sums::Atomic`] the zeros and the conversion of dQ's sums are in the time.
+///
+/// # Errors
+/// As [`time`].
+pub fn time_backward(
+    backend: &CudaBackend,
+    problem: &Problem,
+    algorithm: Algorithm,
+    sums: Sums,
+    effort: Effort,
+) -> Result<Timing> {
+    ops::supports(problem, algorithm)?;
+    backward::supports(problem, algorithm)?;
+    timeable(backend)?;
+    let dims = *problem.dims();
+    let dtype = problem.dtype();
+    let (out, [b, h, s]) = (dims.out_shape(), dims.lse_shape());
+    let q = [dims.batch, dims.num_heads, dims.seqlen_q, dims.head_dim];
+    let (k, v) = (problem.dk_shape(), problem.dv_shape());
+    backend.on_stream(|stream| {
+        let count = |shape: [usize; 4]| shape.iter().product::<usize>();
+        // q, k, v, dout; then what is written: out, dq, dk, dv.
+        let shapes = [q, k, v, out, out, q, k, v];
+        let mut memory = Vec::with_capacity(shapes.len());
+        for (n, &shape) in shapes.iter().enumerate() {
+            memory.push(match n < 4 {
+                true => normal(backend, stream, dtype, count(shape), n as i32 + 1)?,
+                false => scratch(stream, "outputs", (count(shape) * dtype.size()) as u64)?,
+            });
         }
-        let n = ((effort.measure_ms / one) as usize).clamp(5, effort.most.max(5));
-        let event = || {
-            backend
-                .context()
-                .new_event(Some(CUevent_flags::CU_EVENT_DEFAULT))
-                .map_err(|e| driver("cuEventCreate", e))
+        let mut lse = device_zeros::<f32>(stream, "lse", b * h * s)?;
+        let places: Vec<u64> = memory
+            .iter_mut()
+            .map(|memory| memory.device_ptr_mut(stream).0)
+            .collect();
+        // SAFETY: the addresses are of the allocations above, of the sizes the shapes say; they
+        // outlive the stream's work, which `on_stream` waits for, and what is written is not read by
+        // the same call.
+        let read = |n: usize| unsafe {
+            DeviceView::from_raw(places[n], dtype, shapes[n], contiguous(shapes[n]))
         };
-        let mut pairs = Vec::with_capacity(n);
-        for _ in 0..n {
-            stream
-                .memset_zeros(&mut flush)
-                .map_err(|e| driver("cuMemsetD8Async", e))?;
-            let (start, end) = (event()?, event()?);
-            start
-                .record(stream)
-                .map_err(|e| driver("cuEventRecord", e))?;
-            call()?;
-            end.record(stream).map_err(|e| driver("cuEventRecord", e))?;
-            pairs.push((start, end));
-        }
-        wait()?;
-        let samples_ms = pairs
-            .iter()
-            .map(|(start, end)| {
-                start
-                    .elapsed_ms(end)
-                    .map(f64::from)
-                    .map_err(|e| driver("cuEventElapsedTime", e))
-            })
-            .collect::<Result<_>>()?;
-        Ok(Timing {
-            samples_ms,
-            first_ms,
+        // SAFETY: as above.
+        let write = |n: usize| unsafe {
+            DeviceViewMut::from_raw(places[n], dtype, shapes[n], contiguous(shapes[n]))
+        };
+        ops::forward(
+            backend,
+            stream,
+            problem,
+            algorithm,
+            &read(0),
+            &read(1),
+            &read(2),
+            &mut write(4)?,
+            Some(&mut DeviceViewMut::bhsd::<f32, _>(&mut lse, [b, h, s, 1])?),
+        )?;
+        let inputs = DeviceBackward {
+            inputs: DeviceInputs::new(read(0), read(1), read(2)),
+            out: read(4),
+            lse: DeviceView::bhsd::<f32, _>(&lse, [b, h, s, 1])?,
+            dout: read(3),
+            dlse: None,
+        };
+        measure(backend, stream, effort, || {
+            let mut gradients = DeviceGradients {
+                dq: write(5)?,
+                dk: write(6)?,
+                dv: write(7)?,
+                dsinks: None,
+            };
+            backward::backward(
+                backend,
+                stream,
+                problem,
+                algorithm,
+                sums,
+                &inputs,
+                &mut gradients,
+            )
         })
+    })
+}
+
+fn timeable(backend: &CudaBackend) -> Result<()> {
+    if backend.driver_version() < EVENTS_DRIVER {
+        return Err(Error::Unavailable {
+            backend: crate::NAME.into(),
+            reason: "event timing needs a driver for CUDA 12.8 or later".into(),
+        });
+    }
+    Ok(())
+}
+
+/// Times `call`, which queues work on `stream`.
+fn measure(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    effort: Effort,
+    mut call: impl FnMut() -> Result<()>,
+) -> Result<Timing> {
+    let mut flush = scratch(
+        stream,
+        "the cache flush",
+        4 * backend.l2_bytes().max(1 << 20),
+    )?;
+    let wait = || {
+        stream
+            .synchronize()
+            .map_err(|e| driver("cuStreamSynchronize", e))
+    };
+    wait()?;
+    let started = std::time::Instant::now();
+    call()?;
+    wait()?;
+    let first_ms = started.elapsed().as_secs_f64() * 1e3;
+    let started = std::time::Instant::now();
+    call()?;
+    wait()?;
+    let one = (started.elapsed().as_secs_f64() * 1e3).max(1e-3);
+    for _ in 0..(effort.warmup_ms / one).clamp(1.0, effort.most as f64) as usize {
+        call()?;
+    }
+    let n = ((effort.measure_ms / one) as usize).clamp(5, effort.most.max(5));
+    let event = || {
+        backend
+            .context()
+            .new_event(Some(CUevent_flags::CU_EVENT_DEFAULT))
+            .map_err(|e| driver("cuEventCreate", e))
+    };
+    let mut pairs = Vec::with_capacity(n);
+    for _ in 0..n {
+        stream
+            .memset_zeros(&mut flush)
+            .map_err(|e| driver("cuMemsetD8Async", e))?;
+        let (start, end) = (event()?, event()?);
+        start
+            .record(stream)
+            .map_err(|e| driver("cuEventRecord", e))?;
+        call()?;
+        end.record(stream).map_err(|e| driver("cuEventRecord", e))?;
+        pairs.push((start, end));
+    }
+    wait()?;
+    let samples_ms = pairs
+        .iter()
+        .map(|(start, end)| {
+            start
+                .elapsed_ms(end)
+                .map(f64::from)
+                .map_err(|e| driver("cuEventElapsedTime", e))
+        })
+        .collect::<Result<_>>()?;
+    Ok(Timing {
+        samples_ms,
+        first_ms,
     })
 }
 

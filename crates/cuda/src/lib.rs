@@ -21,6 +21,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod backend;
+pub mod backward;
 pub mod bench;
 pub mod cache;
 pub mod error;

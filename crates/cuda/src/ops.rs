@@ -24,7 +24,6 @@ const GRID_Y: u64 = 65_535;
 /// # Errors
 /// [`Error::Unsupported`] naming the first thing it cannot do.
 pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
-    let dims = problem.dims();
     let refuse = |what: String| Err(unsupported(format!("{what} with {}", algorithm.resolve())));
     match problem.dtype() {
         DType::F16 | DType::BF16 | DType::F32 => {}
@@ -36,6 +35,13 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     if algorithm.resolve() == Algorithm::Fa1 {
         fa1_supports(problem)?;
     }
+    check_lengths(problem, algorithm)
+}
+
+/// That rows, keys and blocks can be counted in 32 bits.
+pub(crate) fn check_lengths(problem: &Problem, algorithm: Algorithm) -> Result<()> {
+    let dims = problem.dims();
+    let refuse = |what: String| Err(unsupported(format!("{what} with {}", algorithm.resolve())));
     sequences::check(problem)?;
     // The kernels count rows and keys, and sums of both, in 32 bits; everything else is 64 bits wide.
     if dims.seqlen_q.saturating_add(dims.seqlen_k) > (1 << 30) {
@@ -171,7 +177,7 @@ pub(crate) fn pairs_per_group(problem: &Problem, keys: usize, cache: u64) -> i32
     fit.clamp(1, (dims.batch * dims.num_heads).max(1) as u64) as i32
 }
 
-fn expect(name: &'static str, got: [usize; 4], wanted: [usize; 4]) -> Result<()> {
+pub(crate) fn expect(name: &'static str, got: [usize; 4], wanted: [usize; 4]) -> Result<()> {
     if got == wanted {
         Ok(())
     } else {
@@ -183,7 +189,7 @@ fn expect(name: &'static str, got: [usize; 4], wanted: [usize; 4]) -> Result<()>
     }
 }
 
-fn expect_dtype(name: &'static str, got: DType, wanted: DType) -> Result<()> {
+pub(crate) fn expect_dtype(name: &'static str, got: DType, wanted: DType) -> Result<()> {
     if got == wanted {
         Ok(())
     } else {
@@ -248,7 +254,7 @@ impl<'a> DeviceInputs<'a> {
     }
 
     /// Whether shapes and dtypes are those of `problem`, and what it is posed with is there.
-    fn check(&self, problem: &Problem) -> Result<()> {
+    pub(crate) fn check(&self, problem: &Problem) -> Result<()> {
         let dims = problem.dims();
         for (name, view, shape) in [
             ("q", &self.q, q_shape(problem)),
@@ -441,19 +447,19 @@ pub fn forward_with(
     result
 }
 
-fn missing(spec: &Spec) -> Error {
+pub(crate) fn missing(spec: &Spec) -> Error {
     unsupported(format!(
         "head_dim {} and {} in {} within this device's shared memory",
         spec.padded, spec.padded_v, spec.dtype
     ))
 }
 
-pub(crate) fn launch(
+pub(crate) fn launch<B: raw::Block>(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
     variant: &Variant,
     grid: (u64, u64),
-    args: &Args,
+    args: &B,
 ) -> Result<()> {
     let function = backend.modules().get(variant)?;
     let shape = Shape {
@@ -461,8 +467,8 @@ pub(crate) fn launch(
         threads: variant.threads,
         shared: variant.shared,
     };
-    // SAFETY: `function` was compiled from this variant's source and takes one `Args`. The callers in
-    // this module checked shapes, so that every address the kernel forms lies in the tensors and
+    // SAFETY: `function` was compiled from this variant's source and takes one `B`. The callers in
+    // this crate checked shapes, so that every address the kernel forms lies in the tensors and
     // workspaces named in `args`; those are kept alive by the views' guards, or are freed on this
     // same stream and so after the launch.
     unsafe { raw::launch(stream, &function, shape, args) }

@@ -74,6 +74,36 @@ pub struct Args {
 // SAFETY: repr(C) of integers and floats only, the layout `struct Args` of prelude.cu has.
 unsafe impl DeviceRepr for Args {}
 
+/// What the backward kernels take, by value; mirrored by `Grads` in `backward/common.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)] // documented where the kernels read them
+pub struct BackwardArgs {
+    pub forward: Args,
+    pub lse: Tensor,
+    pub dlse: Tensor,
+    pub dout: Tensor,
+    pub dq: Tensor,
+    pub dk: Tensor,
+    pub dv: Tensor,
+    pub lse2: u64,
+    pub delta: u64,
+    pub dq_acc: u64,
+    pub dsinks: u64,
+    pub rows_padded: i32,
+    pub key_blocks: i32,
+    pub kv_pairs: i32,
+    pub kv_heads: i32,
+}
+
+// SAFETY: repr(C) of integers and floats only, the layout `struct Grads` of backward/common.cu has.
+unsafe impl DeviceRepr for BackwardArgs {}
+
+/// An argument block: what some kernel takes as its only argument.
+pub trait Block: DeviceRepr {}
+impl Block for Args {}
+impl Block for BackwardArgs {}
+
 /// Grid and block of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -88,17 +118,17 @@ pub struct Shape {
 /// Launches `function` on `stream` and returns at once.
 ///
 /// # Safety
-/// `function` must be a kernel of this crate, and `args` must describe memory that is valid for what
+/// `function` must be a kernel of this crate that takes a `B`, and `args` must describe memory that is valid for what
 /// that kernel reads and writes until the stream has passed this launch.
-pub unsafe fn launch(
+pub unsafe fn launch<B: Block>(
     stream: &CudaStream,
     function: &CudaFunction,
     shape: Shape,
-    args: &Args,
+    args: &B,
 ) -> Result<(), DriverError> {
     let mut builder = stream.launch_builder(function);
     builder.arg(args);
-    // SAFETY: the kernel takes exactly one `Args`; the rest is the caller's promise.
+    // SAFETY: the kernel takes exactly one `B`; the rest is the caller's promise.
     unsafe {
         builder.launch(LaunchConfig {
             grid_dim: (shape.grid.0, shape.grid.1, 1),
@@ -120,5 +150,17 @@ mod tests {
         assert_eq!(size_of::<Args>(), words + 24 * 4);
         assert_eq!(std::mem::offset_of!(Args, batch), words);
         assert_eq!(std::mem::offset_of!(Args, scale), words + 21 * 4);
+    }
+
+    #[test]
+    fn the_backward_block_follows_the_forward_one() {
+        assert_eq!(
+            size_of::<BackwardArgs>(),
+            size_of::<Args>() + 6 * 40 + 4 * 8 + 4 * 4
+        );
+        assert_eq!(
+            std::mem::offset_of!(BackwardArgs, lse2),
+            size_of::<Args>() + 6 * 40
+        );
     }
 }

@@ -4,10 +4,20 @@
 use std::collections::btree_map::{BTreeMap, Entry};
 
 #[cfg(feature = "cuda")]
-use tilewise::cuda::{CudaBackend, bench};
+use tilewise::cuda::{CudaBackend, backward::Sums, bench};
 use tilewise::{Algorithm, Problem};
 
 use crate::stats::Samples;
+
+/// What is timed.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Pass {
+    Forward,
+    /// With or without sums whose bits do not change from run to run.
+    Backward {
+        deterministic: bool,
+    },
+}
 
 /// The devices in use, each opened once: it keeps the kernels it has loaded.
 #[derive(Default)]
@@ -26,6 +36,7 @@ impl Devices {
         problem: &Problem,
         algorithm: Algorithm,
         repeat: Option<u32>,
+        pass: Pass,
     ) -> Result<Samples, String> {
         let say = |error: tilewise::Error| error.to_string();
         let device = match self.open.entry(ordinal) {
@@ -40,7 +51,17 @@ impl Devices {
             },
             None => bench::Effort::default(),
         };
-        let timing = bench::time(device, problem, algorithm, effort).map_err(say)?;
+        let timing = match pass {
+            Pass::Forward => bench::time(device, problem, algorithm, effort),
+            Pass::Backward { deterministic } => {
+                let sums = match deterministic {
+                    true => Sums::Ordered,
+                    false => Sums::Atomic,
+                };
+                bench::time_backward(device, problem, algorithm, sums, effort)
+            }
+        }
+        .map_err(say)?;
         Ok(Samples::from_ms(timing.samples_ms))
     }
 
@@ -52,6 +73,7 @@ impl Devices {
         _: &Problem,
         _: Algorithm,
         _: Option<u32>,
+        _: Pass,
     ) -> Result<Samples, String> {
         Err(format!("this build has no CUDA for cuda:{ordinal}"))
     }

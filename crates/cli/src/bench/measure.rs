@@ -10,7 +10,7 @@ use tilewise::{
 
 use super::BenchArgs;
 use super::ceilings::Ceilings;
-use super::device::Devices;
+use super::device::{Devices, Pass};
 use super::report::Row;
 use crate::args::select::Lane;
 use crate::output::Outputs;
@@ -50,9 +50,15 @@ pub(super) fn shape<T: Element>(
         };
         if refusal.is_some() {
             rows[at].reason = refusal;
-        } else if let (false, BackendKind::Cuda { ordinal }) = (args.backward, lane.kind) {
-            match devices.time(ordinal, &problem, lane.algorithm, args.repeat) {
-                Ok(samples) => rows[at].measured(&problem, &samples, false),
+        } else if let BackendKind::Cuda { ordinal } = lane.kind {
+            let pass = match args.backward {
+                true => Pass::Backward {
+                    deterministic: args.deterministic,
+                },
+                false => Pass::Forward,
+            };
+            match devices.time(ordinal, &problem, lane.algorithm, args.repeat, pass) {
+                Ok(samples) => rows[at].measured(&problem, &samples, args.backward),
                 Err(reason) => rows[at].reason = Some(reason),
             }
         } else {

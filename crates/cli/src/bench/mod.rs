@@ -80,6 +80,11 @@ pub(crate) struct BenchArgs {
     #[arg(long, help_heading = "Measurement")]
     backward: bool,
 
+    /// With --backward on a GPU: sum dQ up in an order that does not change, so that the bits of
+    /// gradients do not either
+    #[arg(long, requires = "backward")]
+    deterministic: bool,
+
     /// Seed of the inputs
     #[arg(long, default_value_t = 0, help_heading = "Measurement")]
     seed: u64,

@@ -3,6 +3,7 @@
 //! Beside each family's `.cu` stands a Rust file with its tile table: which variant serves a problem
 //! within an architecture's shared memory, and what a launch of it needs.
 
+pub mod backward;
 pub mod fa1;
 pub mod fa2;
 pub mod fa2_wide;
@@ -52,11 +53,17 @@ pub enum Family {
     Pack,
     /// f32 as pairs of f16.
     Split,
+    /// The gradients as FlashAttention-2 makes them.
+    BackwardFa2,
+    /// As FlashAttention-1 makes them.
+    BackwardFa1,
+    /// By whole matrices.
+    BackwardStandard,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 7] = [
+    pub const ALL: [Family; 10] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
@@ -64,6 +71,9 @@ impl Family {
         Family::State,
         Family::Pack,
         Family::Split,
+        Family::BackwardFa2,
+        Family::BackwardFa1,
+        Family::BackwardStandard,
     ];
 
     /// Its name, as in file names.
@@ -76,6 +86,9 @@ impl Family {
             Family::State => "state",
             Family::Pack => "pack",
             Family::Split => "split",
+            Family::BackwardFa2 => "backward-fa2",
+            Family::BackwardFa1 => "backward-fa1",
+            Family::BackwardStandard => "backward-standard",
         }
     }
 
@@ -88,6 +101,37 @@ impl Family {
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
             Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),
             Family::Split => (include_str!("split.cu"), include_str!("split.rs")),
+            Family::BackwardFa2 => (
+                concat!(
+                    include_str!("backward/common.cu"),
+                    "\n",
+                    include_str!("backward/fa2.cu"),
+                    "\n",
+                    include_str!("backward/dq.cu"),
+                    "\n",
+                    include_str!("backward/rows.cu")
+                ),
+                include_str!("backward/fa2.rs"),
+            ),
+            Family::BackwardFa1 => (
+                concat!(
+                    include_str!("backward/common.cu"),
+                    "\n",
+                    include_str!("backward/fa1.cu")
+                ),
+                concat!(
+                    include_str!("backward/fa1.rs"),
+                    include_str!("backward/fa2.rs")
+                ),
+            ),
+            Family::BackwardStandard => (
+                concat!(
+                    include_str!("backward/common.cu"),
+                    "\n",
+                    include_str!("backward/standard.cu")
+                ),
+                include_str!("backward/standard.rs"),
+            ),
         }
     }
 
@@ -441,6 +485,12 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                             true,
                         ));
                         add(fa1::variant(&spec, limit));
+                        for part in backward::fa2::variants(&spec, limit, compute) {
+                            add(part);
+                        }
+                        for part in backward::baselines(&spec, limit, compute) {
+                            add(part);
+                        }
                         for seqlen_k in [1, 1 << 20] {
                             for part in standard::variants(&spec, limit, seqlen_k)
                                 .into_iter()
@@ -461,6 +511,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
         }
         for entry in pack::ENTRIES {
             add(Some(pack::variant(entry, dtype)));
+        }
+        for entry in backward::fa2::ROWS {
+            add(Some(backward::fa2::rows(dtype, entry)));
         }
     }
     all
@@ -578,6 +631,8 @@ mod tests {
                                 fa1::variant(&spec, limit),
                             ];
                             found.extend(standard::variants(&spec, limit, 4096));
+                            found.extend(backward::fa2::variants(&spec, limit, compute));
+                            found.extend(backward::baselines(&spec, limit, compute));
                             for variant in found {
                                 let variant =
                                     variant.unwrap_or_else(|| panic!("{compute} {spec:?}"));

@@ -1,0 +1,642 @@
+//! Gradients over device memory: checked, asynchronous, on the caller's stream.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use tilewise_core::{Algorithm, DType, Error, Problem, Result, Sequence};
+
+use crate::backend::CudaBackend;
+use crate::error::{driver, unsupported};
+use crate::kernels::backward::standard::{self, Part};
+use crate::kernels::backward::{fa1, fa2};
+use crate::kernels::{Mask, Spec, Variant, pad};
+use crate::ops::{DeviceInputs, check_lengths, scratch};
+use crate::ops::{Plan, address, expect, expect_dtype, launch, missing, pairs_per_group, plan};
+use crate::raw::{self, BackwardArgs};
+use crate::sequences;
+use crate::view::{DeviceView, DeviceViewMut, aligned, broadcast};
+
+/// How dQ is summed up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Sums {
+    /// In registers, over the keys in their order, by a kernel of its own: the bits do not change
+    /// from run to run. Seven products a tile in place of five.
+    #[default]
+    Ordered,
+    /// In device memory, as blocks of keys come to it: faster, and the last bits of dq change from
+    /// run to run. Those of the other gradients do not.
+    Atomic,
+}
+
+/// What gradients are made from, in device memory; shapes as in
+/// [`BackwardInputs`](tilewise_core::BackwardInputs).
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceBackward<'a> {
+    /// What the forward call was given.
+    pub inputs: DeviceInputs<'a>,
+    /// Its output.
+    pub out: DeviceView<'a>,
+    /// Its ln Σ e^score: f32 `[batch, num_heads, seqlen_q, 1]`.
+    pub lse: DeviceView<'a>,
+    /// The gradient at out.
+    pub dout: DeviceView<'a>,
+    /// The gradient at lse; `None`: 0.
+    pub dlse: Option<DeviceView<'a>>,
+}
+
+/// Where gradients go, in device memory; every element is written.
+#[derive(Debug)]
+pub struct DeviceGradients<'a> {
+    /// As q.
+    pub dq: DeviceViewMut<'a>,
+    /// As k.
+    pub dk: DeviceViewMut<'a>,
+    /// As v.
+    pub dv: DeviceViewMut<'a>,
+    /// f32 `[1, 1, 1, num_heads]`, only with sinks.
+    pub dsinks: Option<DeviceViewMut<'a>>,
+}
+
+/// Whether this backend can make the gradients of `problem` with `algorithm`.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming the first thing it cannot do.
+pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
+    let dims = problem.dims();
+    let refuse = |what: String| {
+        let algorithm = algorithm.resolve();
+        Err(unsupported(format!("{what} backward with {algorithm}")))
+    };
+    match problem.dtype() {
+        DType::F16 | DType::BF16 | DType::F32 => {}
+        other => return refuse(format!("dtype {other}")),
+    }
+    let widest = dims.head_dim.max(dims.head_dim_v);
+    if pad(widest).is_none() || dims.head_dim_v == 0 {
+        return refuse(format!("head_dim {widest} (1 to 256)"));
+    }
+    check_lengths(problem, algorithm)
+}
+
+/// Bytes of workspace that a call takes; `budget` is what `standard` may take for its matrices, if
+/// more than one KV head's fit.
+pub(crate) fn workspace_bytes(
+    problem: &Problem,
+    algorithm: Algorithm,
+    sums: Sums,
+    budget: u64,
+) -> u64 {
+    let dims = problem.dims();
+    let in_memory = 4 * pad(dims.head_dim).map_or(0, u64::from);
+    // L and Δ; the sums of dQ; FA1's m and 1/ℓ.
+    let row = match (algorithm.resolve(), sums) {
+        (Algorithm::Fa1, _) => 8 + in_memory + 8,
+        (Algorithm::Fa2, Sums::Atomic) => 8 + in_memory,
+        _ => 8,
+    };
+    let batch = if is_dense(problem) { dims.batch } else { 1 };
+    let bytes = |sequence: &Sequence| {
+        let rows = sequence.seqlen_q.next_multiple_of(fa2::ROW_PADDING) as u64;
+        let matrices = match algorithm.resolve() {
+            Algorithm::Standard => {
+                let (pairs, pair, _) = matrices(problem, sequence, batch, budget);
+                pairs * dims.group() as u64 * pair
+            }
+            _ => 0,
+        };
+        rows * batch as u64 * dims.num_heads as u64 * row + matrices
+    };
+    problem.sequences().iter().map(bytes).max().unwrap_or(0)
+}
+
+/// How `standard` cuts a sequence: (batch, KV head) pairs at a time, bytes of the matrices of one
+/// query head, elements of one of their rows.
+fn matrices(problem: &Problem, sequence: &Sequence, batch: usize, budget: u64) -> (u64, u64, u64) {
+    let dims = problem.dims();
+    let ld = (sequence.seqlen_k as u64).next_multiple_of(8);
+    // S and dP in f32, P and dX in the dtype.
+    let pair = sequence.seqlen_q as u64 * ld * (8 + 2 * problem.dtype().size() as u64);
+    let group = dims.group().max(1) as u64;
+    let most = (batch * dims.num_kv_heads).max(1) as u64;
+    let pairs = budget / (pair * group).max(1);
+    (pairs.clamp(1, most.min(65_535 / group).max(1)), pair, ld)
+}
+
+/// Whether every sequence is a whole entry of the batch.
+fn is_dense(problem: &Problem) -> bool {
+    !problem.is_packed()
+        && problem
+            .sequences()
+            .iter()
+            .all(|sequence| sequence.seqlen_k == problem.dims().seqlen_k)
+}
+
+/// The tensors of a call as the kernels see them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tensors {
+    q: raw::Tensor,
+    k: raw::Tensor,
+    v: raw::Tensor,
+    out: raw::Tensor,
+    lse: raw::Tensor,
+    dlse: raw::Tensor,
+    dout: raw::Tensor,
+    dq: raw::Tensor,
+    dk: raw::Tensor,
+    dv: raw::Tensor,
+    /// Of every pair of a row and a key; broadcast axes have a stride of 0.
+    bias: raw::Tensor,
+    mask: raw::Tensor,
+    keep: raw::Tensor,
+}
+
+impl Tensors {
+    /// Those of one sequence, as a batch of one.
+    fn of(&self, sequence: &Sequence, dtype: DType) -> Tensors {
+        let from = |tensor: raw::Tensor, size: usize, batch: usize, start: usize| raw::Tensor {
+            ptr: match tensor.ptr {
+                0 => 0,
+                ptr => ptr.wrapping_add_signed(
+                    (batch as i64 * tensor.sb + start as i64 * tensor.ss) * size as i64,
+                ),
+            },
+            ..tensor
+        };
+        let rows = |tensor, size| from(tensor, size, sequence.q_batch, sequence.q_start);
+        let keys = |tensor| from(tensor, dtype.size(), sequence.k_batch, sequence.k_start);
+        let pairs = |tensor: raw::Tensor, size: usize| {
+            let tensor = rows(tensor, size);
+            raw::Tensor {
+                ptr: match tensor.ptr {
+                    0 => 0,
+                    ptr => {
+                        ptr.wrapping_add_signed(sequence.k_start as i64 * tensor.sd * size as i64)
+                    }
+                },
+                ..tensor
+            }
+        };
+        Tensors {
+            bias: pairs(self.bias, dtype.size()),
+            mask: pairs(self.mask, 1),
+            keep: pairs(self.keep, 1),
+            q: rows(self.q, dtype.size()),
+            k: keys(self.k),
+            v: keys(self.v),
+            out: rows(self.out, dtype.size()),
+            lse: rows(self.lse, 4),
+            dlse: rows(self.dlse, 4),
+            dout: rows(self.dout, dtype.size()),
+            dq: rows(self.dq, dtype.size()),
+            dk: keys(self.dk),
+            dv: keys(self.dv),
+        }
+    }
+}
+
+/// Gradients over device memory.
+///
+/// Asynchronous, as [`ops::forward`](crate::ops::forward) is; inputs are read as they lie, out and lse
+/// must be what a forward call of the same problem gave. Workspace comes from the stream's pool.
+///
+/// # Errors
+/// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, pages (which have to be
+/// gathered first), and failures of the driver.
+pub fn backward(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    algorithm: Algorithm,
+    sums: Sums,
+    inputs: &DeviceBackward<'_>,
+    gradients: &mut DeviceGradients<'_>,
+) -> Result<()> {
+    supports(problem, algorithm)?;
+    if problem.page_size().is_some() {
+        return Err(unsupported("paged keys (block_table) backward"));
+    }
+    let dims = *problem.dims();
+    let (out, [b, h, s]) = (dims.out_shape(), dims.lse_shape());
+    let q = [dims.batch, dims.num_heads, dims.seqlen_q, dims.head_dim];
+    let (dk, dv) = (problem.dk_shape(), problem.dv_shape());
+    let lse = [b, h, s, 1];
+    let dtype = problem.dtype();
+    let given = &inputs.inputs;
+    given.check(problem)?;
+    let read = [
+        ("out", &inputs.out, out, dtype),
+        ("dout", &inputs.dout, out, dtype),
+        ("lse", &inputs.lse, lse, DType::F32),
+    ];
+    let more = inputs.dlse.iter().map(|x| ("dlse", x, lse, DType::F32));
+    for (name, view, shape, dtype) in read.into_iter().chain(more) {
+        expect_dtype(name, view.dtype(), dtype)?;
+        expect(name, view.shape(), shape)?;
+    }
+    let written = [
+        ("dq", &gradients.dq, q, dtype),
+        ("dk", &gradients.dk, dk, dtype),
+        ("dv", &gradients.dv, dv, dtype),
+    ];
+    let sinks = [1, 1, 1, dims.num_heads];
+    let more = gradients.dsinks.iter();
+    let more = more.map(|x| ("dsinks", x, sinks, DType::F32));
+    for (name, view, shape, dtype) in written.into_iter().chain(more) {
+        expect_dtype(name, view.dtype(), dtype)?;
+        expect(name, view.shape(), shape)?;
+    }
+    if gradients.dsinks.is_some() && problem.options().get_sinks().is_none() {
+        return Err(Error::shape(
+            "dsinks",
+            "none: there are no sinks",
+            "a tensor",
+        ));
+    }
+    backend.bind()?;
+    let mut guards = Vec::new();
+    let mut take = |(tensor, guard): (raw::Tensor, Option<_>)| {
+        guards.extend(guard);
+        tensor
+    };
+    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+    let spread = |tensor, shape| broadcast(tensor, shape, full).unwrap_or_default();
+    let tensors = Tensors {
+        q: take(given.q.acquire(stream)),
+        k: take(given.k.acquire(stream)),
+        v: take(given.v.acquire(stream)),
+        out: take(inputs.out.acquire(stream)),
+        lse: take(inputs.lse.acquire(stream)),
+        dlse: match &inputs.dlse {
+            Some(dlse) => take(dlse.acquire(stream)),
+            None => raw::Tensor::default(),
+        },
+        dout: take(inputs.dout.acquire(stream)),
+        dq: take(gradients.dq.acquire(stream)),
+        dk: take(gradients.dk.acquire(stream)),
+        dv: take(gradients.dv.acquire(stream)),
+        bias: match &given.bias {
+            Some(bias) => spread(take(bias.acquire(stream)), bias.shape()),
+            None => raw::Tensor::default(),
+        },
+        mask: match &given.mask {
+            Some(mask) => spread(take(mask.acquire(stream)), mask.shape()),
+            None => raw::Tensor::default(),
+        },
+        keep: match &given.keep_mask {
+            Some(keep) => spread(take(keep.acquire(stream)), keep.shape()),
+            None => raw::Tensor::default(),
+        },
+    };
+    let dsinks = match &mut gradients.dsinks {
+        Some(dsinks) => take(dsinks.acquire(stream)).ptr,
+        None => 0,
+    };
+    let is_aligned = [
+        (&tensors.q, q),
+        (&tensors.k, dk),
+        (&tensors.v, dv),
+        (&tensors.out, out),
+        (&tensors.dout, out),
+        (&tensors.dq, q),
+        (&tensors.dk, dk),
+        (&tensors.dv, dv),
+    ]
+    .into_iter()
+    .all(|(tensor, shape)| aligned(tensor, shape, dtype));
+    let call = Call {
+        backend,
+        stream,
+        problem,
+        algorithm: algorithm.resolve(),
+        sums,
+        is_aligned,
+    };
+    call.run(&tensors, dsinks)
+}
+
+struct Call<'a> {
+    backend: &'a CudaBackend,
+    stream: &'a Arc<CudaStream>,
+    problem: &'a Problem,
+    algorithm: Algorithm,
+    sums: Sums,
+    is_aligned: bool,
+}
+
+impl Call<'_> {
+    fn run(&self, tensors: &Tensors, dsinks: u64) -> Result<()> {
+        let (problem, dims) = (self.problem, *self.problem.dims());
+        let options = problem.options();
+        let slopes = self.upload("alibi_slopes", options.get_alibi_slopes())?;
+        let sinks = self.upload("sinks", options.get_sinks())?;
+        let budget = self.backend.standard_budget();
+        let bytes = workspace_bytes(problem, self.algorithm, self.sums, budget);
+        let mut workspace = scratch(self.stream, "the workspace of backward", bytes)?;
+        let place = |memory: &Option<CudaSlice<f32>>| {
+            memory
+                .as_ref()
+                .map_or(0, |memory| memory.device_ptr(self.stream).0)
+        };
+        let given = Given {
+            alibi: place(&slopes),
+            sinks: place(&sinks),
+            workspace: address(&mut workspace, self.stream),
+            dsinks,
+        };
+        if dsinks != 0 {
+            // One row of num_heads f32 values, which every sequence adds to.
+            let row = raw::Tensor {
+                ptr: dsinks,
+                ..raw::Tensor::default()
+            };
+            self.fill(DType::F32, row, [1, 1, dims.num_heads], 0..1)?;
+        }
+        if is_dense(problem) {
+            let sequence = Sequence {
+                q_batch: 0,
+                q_start: 0,
+                seqlen_q: dims.seqlen_q,
+                k_batch: 0,
+                k_start: 0,
+                seqlen_k: dims.seqlen_k,
+            };
+            return self.sequence(tensors, &given, &sequence, dims.batch, 0);
+        }
+        let (mut rows, mut keys) = (0, 0);
+        for (number, sequence) in problem.sequences().iter().enumerate() {
+            self.sequence(
+                &tensors.of(sequence, problem.dtype()),
+                &given,
+                sequence,
+                1,
+                number,
+            )?;
+            if !problem.is_packed() {
+                let end = sequence.seqlen_k..dims.seqlen_k;
+                self.zero_keys(&tensors.of(sequence, problem.dtype()), 1, end)?;
+            } else {
+                self.zero_keys(tensors, 1, keys..sequence.k_start)?;
+                rows = sequence.q_start + sequence.seqlen_q;
+                keys = sequence.k_start + sequence.seqlen_k;
+            }
+        }
+        if problem.is_packed() {
+            self.zero_keys(tensors, 1, keys..dims.seqlen_k)?;
+            let (heads, d) = (dims.num_heads, dims.head_dim);
+            self.zero(tensors.dq, [1, heads, d], rows..dims.seqlen_q)?;
+        }
+        Ok(())
+    }
+
+    fn upload(&self, what: &str, values: Option<&[f32]>) -> Result<Option<CudaSlice<f32>>> {
+        values
+            .map(|values| self.stream.clone_htod(values))
+            .transpose()
+            .map_err(|e| driver(&format!("copying {what}"), e))
+    }
+
+    fn zero_keys(
+        &self,
+        tensors: &Tensors,
+        batch: usize,
+        keys: std::ops::Range<usize>,
+    ) -> Result<()> {
+        let dims = self.problem.dims();
+        let heads = dims.num_kv_heads;
+        self.zero(tensors.dk, [batch, heads, dims.head_dim], keys.clone())?;
+        self.zero(tensors.dv, [batch, heads, dims.head_dim_v], keys)
+    }
+
+    /// Zeros in `rows` of every head of `tensor`.
+    fn zero(
+        &self,
+        tensor: raw::Tensor,
+        sizes: [usize; 3],
+        rows: std::ops::Range<usize>,
+    ) -> Result<()> {
+        self.fill(self.problem.dtype(), tensor, sizes, rows)
+    }
+
+    fn fill(
+        &self,
+        dtype: DType,
+        tensor: raw::Tensor,
+        [batch, heads, width]: [usize; 3],
+        rows: std::ops::Range<usize>,
+    ) -> Result<()> {
+        if rows.is_empty() || batch * heads == 0 {
+            return Ok(());
+        }
+        let mut args = BackwardArgs {
+            dq: tensor,
+            ..BackwardArgs::default()
+        };
+        args.forward.batch = batch as i32;
+        args.forward.heads = heads as i32;
+        args.forward.d = width as i32;
+        args.forward.row0 = rows.start as i32;
+        args.forward.rows = rows.len() as i32;
+        let variant = fa2::rows(dtype, "tw_bwd_zero");
+        let blocks = (batch * heads * rows.len()).div_ceil(256).min(132 * 16);
+        launch(
+            self.backend,
+            self.stream,
+            &variant,
+            (blocks as u64, 1),
+            &args,
+        )
+    }
+
+    /// The gradients of `batch` entries that are sequences of the same lengths, the first of them
+    /// number `number`.
+    fn sequence(
+        &self,
+        tensors: &Tensors,
+        given: &Given,
+        sequence: &Sequence,
+        batch: usize,
+        number: usize,
+    ) -> Result<()> {
+        let (problem, dims) = (self.problem, self.problem.dims());
+        let (sq, sk) = (sequence.seqlen_q, sequence.seqlen_k);
+        let (heads, kv_heads) = (dims.num_heads, dims.num_kv_heads);
+        if batch * heads * sq == 0 {
+            return self.zero_keys(tensors, batch, 0..sk);
+        }
+        let Plan { mut args, mut spec } = plan(problem, 0, sk)?;
+        (spec.mask, args.lo_off, args.hi_off, args.diag) = sequences::bounds(problem, sequence);
+        spec.aligned = self.is_aligned;
+        spec.sequences = false;
+        args.batch = batch as i32;
+        args.sq = sq as i32;
+        args.sk = sk as i32;
+        args.seq0 = number as i32;
+        args.pairs = (batch * heads) as i32;
+        args.q = tensors.q;
+        args.k = tensors.k;
+        args.v = tensors.v;
+        args.o = tensors.out;
+        args.bias = tensors.bias;
+        args.mask = tensors.mask;
+        args.keep = tensors.keep;
+        args.alibi = given.alibi;
+        args.sinks = given.sinks;
+
+        let in_memory = match self.algorithm {
+            Algorithm::Fa1 => true,
+            Algorithm::Fa2 => self.sums == Sums::Atomic,
+            _ => false,
+        };
+        let rows = sq.next_multiple_of(fa2::ROW_PADDING);
+        let cells = (batch * heads * rows) as u64;
+        let mut all = BackwardArgs {
+            forward: args,
+            lse: tensors.lse,
+            dlse: tensors.dlse,
+            dout: tensors.dout,
+            dq: tensors.dq,
+            dk: tensors.dk,
+            dv: tensors.dv,
+            // dQ's sums first: they are read in sixteen-byte pieces.
+            dq_acc: if in_memory { given.workspace } else { 0 },
+            dsinks: given.dsinks,
+            rows_padded: rows as i32,
+            kv_pairs: (batch * kv_heads) as i32,
+            kv_heads: kv_heads as i32,
+            ..BackwardArgs::default()
+        };
+        let sums = match in_memory {
+            true => cells * u64::from(spec.padded) * 4,
+            false => 0,
+        };
+        all.lse2 = given.workspace + sums;
+        all.delta = all.lse2 + cells * 4;
+        let rest = all.delta + cells * 4;
+        let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
+        let prepare = fa2::prepare(&spec, limit, compute).ok_or_else(|| missing(&spec))?;
+        let lanes = u64::from(fa2::prepare_lanes(&spec));
+        self.launch(&prepare, (cells * lanes).div_ceil(256), &all)?;
+        if given.dsinks != 0 {
+            let variant = fa2::rows(problem.dtype(), "tw_bwd_sinks");
+            self.launch(&variant, heads as u64, &all)?;
+        }
+        if sk == 0 {
+            return self.zero(tensors.dq, [batch, heads, dims.head_dim], 0..sq);
+        }
+        match self.algorithm {
+            Algorithm::Standard => self.standard(all, &spec, sequence, batch, rest),
+            Algorithm::Fa1 => self.fa1(all, &spec, rest),
+            _ => self.fa2(all, &spec, batch),
+        }
+    }
+
+    fn launch(&self, variant: &Variant, blocks: u64, args: &BackwardArgs) -> Result<()> {
+        launch(self.backend, self.stream, variant, (blocks, 1), args)
+    }
+
+    fn fa2(&self, mut all: BackwardArgs, spec: &Spec, batch: usize) -> Result<()> {
+        let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
+        let none = || missing(spec);
+        let (sq, sk) = (all.forward.sq as usize, all.forward.sk as usize);
+        let atomic = all.dq_acc != 0;
+        let gradients = fa2::gradients(spec, limit, compute, atomic).ok_or_else(none)?;
+        let (keys, step) = fa2::tile(spec, limit).ok_or_else(none)?;
+        all.key_blocks = sk.div_ceil(keys as usize) as i32;
+        if spec.mask != Mask::Full {
+            all.forward.pairs_per_group = kv_pairs_per_group(self.backend, self.problem, sq, batch);
+        }
+        let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
+        self.launch(&gradients, blocks, &all)?;
+        if atomic {
+            let store = fa2::store_dq(spec, limit, compute).ok_or_else(none)?;
+            let blocks = sq.div_ceil(step as usize) as u64 * all.forward.pairs as u64;
+            return self.launch(&store, blocks, &all);
+        }
+        let (dq, height) = fa2::dq(spec, limit).ok_or_else(none)?;
+        all.forward.row_blocks = sq.div_ceil(height as usize) as i32;
+        all.forward.pairs_per_group = match spec.mask {
+            Mask::Full => all.forward.group_size,
+            _ => pairs_per_group(self.problem, sk, self.backend.l2_bytes()),
+        };
+        let blocks = all.forward.row_blocks as u64 * all.forward.pairs as u64;
+        self.launch(&dq, blocks, &all)
+    }
+
+    /// `rest`: memory for m and 1/ℓ.
+    fn fa1(&self, mut all: BackwardArgs, spec: &Spec, rest: u64) -> Result<()> {
+        let limit = self.backend.shared_limit();
+        let ([statistics, gradients], tile) =
+            fa1::variants(spec, limit).ok_or_else(|| missing(spec))?;
+        let (pairs, rows) = (all.forward.pairs as u64, all.rows_padded as u64);
+        all.forward.m = rest;
+        all.forward.l = rest + pairs * rows * 4;
+        let height = u64::from(tile.rows());
+        self.launch(&statistics, pairs * rows / height, &all)?;
+        self.launch(&gradients, all.kv_pairs as u64, &all)?;
+        let blocks = (all.forward.sq as u64).div_ceil(height) * pairs;
+        self.launch(&tile.store_dq(spec, self.backend.compute()), blocks, &all)
+    }
+
+    /// `rest`: memory for the matrices.
+    fn standard(
+        &self,
+        mut all: BackwardArgs,
+        spec: &Spec,
+        sequence: &Sequence,
+        batch: usize,
+        rest: u64,
+    ) -> Result<()> {
+        let limit = self.backend.shared_limit();
+        let kernel =
+            |part, wide| standard::variant(spec, limit, part, wide).ok_or_else(|| missing(spec));
+        let (rows, keys) = standard::tile(spec, limit).ok_or_else(|| missing(spec))?;
+        let (sq, sk) = (sequence.seqlen_q as u64, sequence.seqlen_k as u64);
+        let (row_blocks, key_blocks) = (sq.div_ceil(u64::from(rows)), sk.div_ceil(u64::from(keys)));
+        let budget = self.backend.standard_budget();
+        let (at_once, _, ld) = matrices(self.problem, sequence, batch, budget);
+        let group = all.forward.group_size as u64;
+        let cells = at_once * group * sq * ld;
+        // S and dP, then P and dX: all in multiples of sixteen bytes, as ld is of eight elements.
+        all.forward.s = rest;
+        all.dq_acc = rest + cells * 4;
+        all.forward.p = rest + cells * 8;
+        all.forward.acc = all.forward.p + cells * spec.dtype.size() as u64;
+        all.forward.ld_s = ld as i64;
+        for kv in (0..all.kv_pairs as u64).step_by(at_once as usize) {
+            let here = at_once.min(all.kv_pairs as u64 - kv);
+            let mut args = all;
+            args.forward.pair0 = (kv * group) as i32;
+            let mut run = |variant: Variant, blocks, pairs, of_v: bool| {
+                args.forward.row0 = i32::from(of_v);
+                let grid = (blocks, pairs);
+                launch(self.backend, self.stream, &variant, grid, &args)
+            };
+            let tiles = row_blocks * key_blocks;
+            let pairs = here * group;
+            run(kernel(Part::Scores, spec.padded)?, tiles, pairs, false)?;
+            run(kernel(Part::Scores, spec.padded_v)?, tiles, pairs, true)?;
+            run(kernel(Part::Weights, spec.padded)?, sq, pairs, false)?;
+            run(kernel(Part::Rows, spec.padded)?, row_blocks, pairs, false)?;
+            run(kernel(Part::Keys, spec.padded)?, key_blocks, here, false)?;
+            run(kernel(Part::Keys, spec.padded_v)?, key_blocks, here, true)?;
+        }
+        Ok(())
+    }
+}
+
+/// Addresses that every sequence shares; 0 = none.
+struct Given {
+    alibi: u64,
+    sinks: u64,
+    workspace: u64,
+    dsinks: u64,
+}
+
+/// (batch, KV head) pairs whose Q and dO together stay in a good part of the second-level cache.
+fn kv_pairs_per_group(backend: &CudaBackend, problem: &Problem, rows: usize, batch: usize) -> i32 {
+    let dims = problem.dims();
+    let width = (dims.head_dim + dims.head_dim_v) * problem.dtype().size();
+    let pair = (dims.group() * rows * width).max(1) as u64;
+    let most = (batch * dims.num_kv_heads).max(1) as u64;
+    (backend.l2_bytes() * 2 / 5 / pair).clamp(1, most) as i32
+}

@@ -1,0 +1,88 @@
+// What is done row by row.
+// PART 0, prepare: L in base 2, delta, and dQ's sums set to 0.
+// PART 4, sinks: the gradients of the sinks, -sum of e^(sink - L) delta over the rows of a head.
+// PART 5, zero: rows that belong to no sequence.
+
+#if PART == 0
+#define LANES (DV / EPC > 16 ? 32 : DV / EPC > 8 ? 16 : DV / EPC > 4 ? 8 : 4)
+extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_constant__ Grads g) {
+    const Args& a = g.f;
+    const int lane = threadIdx.x % LANES;
+    const i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) / LANES;
+    const int pair = (int)(at / g.rows_padded), row = (int)(at % g.rows_padded);
+    if (pair >= a.pairs) return;
+    const int b = pair / a.heads, h = pair - b * a.heads;
+    float sum = 0.f;
+    if (row < a.sq) {
+        const elem* o = (const elem*)a.o.ptr + b * a.o.sb + h * a.o.sh + (i64)row * a.o.ss;
+        const elem* go = (const elem*)g.go.ptr + b * g.go.sb + h * g.go.sh + (i64)row * g.go.ss;
+        for (int c = lane; c * EPC < a.dv; c += LANES) {
+#if VEC
+            uint4 x = *(const uint4*)(o + c * EPC), y = *(const uint4*)(go + c * EPC);
+            const elem *xs = (const elem*)&x, *ys = (const elem*)&y;
+#pragma unroll
+            for (int e = 0; e < EPC; ++e) sum += to_float(xs[e]) * to_float(ys[e]);
+#else
+            for (int e = c * EPC; e < min(a.dv, c * EPC + EPC); ++e) sum += to_float(o[e * a.o.sd]) * to_float(go[e * g.go.sd]);
+#endif
+        }
+    }
+#pragma unroll
+    for (int x = LANES / 2; x; x >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    if (lane == 0) {
+        float lse = NEG_INF, dlse = 0.f;
+        if (row < a.sq) {
+            lse = *((const float*)g.lse.ptr + b * g.lse.sb + h * g.lse.sh + (i64)row * g.lse.ss);
+            if (g.dlse.ptr) dlse = *((const float*)g.dlse.ptr + b * g.dlse.sb + h * g.dlse.sh + (i64)row * g.dlse.ss);
+        }
+        const bool empty = lse == NEG_INF;
+        // An infinite L is that of a row with an infinite or undefined score: all of the row is undefined.
+        ((float*)g.lse2)[at] = empty ? -NEG_INF : lse == -NEG_INF ? lse - lse : lse * LOG2E;
+        ((float*)g.delta)[at] = empty ? 0.f : sum - dlse;
+    }
+    if (g.dq_acc) {
+        float4* to = (float4*)g.dq_acc + at * (DP / 4);
+#pragma unroll
+        for (int x = lane; x < DP / 4; x += LANES) to[x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+}
+#endif
+
+#if PART == 4
+// One block a head; the order of its sums is fixed. Adds to what is there: sequences come one after another.
+extern "C" __global__ void __launch_bounds__(256) tw_bwd_sinks(const __grid_constant__ Grads g) {
+    __shared__ double part[256];
+    const Args& a = g.f;
+    const int h = blockIdx.x, tid = threadIdx.x;
+    const float sink = ((const float*)a.sinks)[h] * LOG2E;
+    double sum = 0.;
+    for (int b = 0; b < a.batch; ++b) {
+        const i64 at = (i64)(b * a.heads + h) * g.rows_padded;
+        for (int i = tid; i < a.sq; i += 256) {
+            const float p = exp2f(sink - ((const float*)g.lse2)[at + i]);
+            if (p != 0.f) sum -= (double)p * (double)((const float*)g.delta)[at + i];
+        }
+    }
+    part[tid] = sum;
+    __syncthreads();
+    for (int x = 128; x; x >>= 1) {
+        if (tid < x) part[tid] += part[tid + x];
+        __syncthreads();
+    }
+    float* to = (float*)g.dsinks + h;
+    if (tid == 0) *to += (float)part[0];
+}
+#endif
+
+#if PART == 5
+// Rows [row0, row0 + rows) of every head of g.dq.
+extern "C" __global__ void __launch_bounds__(256) tw_bwd_zero(const __grid_constant__ Grads g) {
+    const Args& a = g.f;
+    const i64 all = (i64)a.batch * a.heads * a.rows;
+    for (i64 at = blockIdx.x * (i64)blockDim.x + threadIdx.x; at < all; at += (i64)gridDim.x * blockDim.x) {
+        const i64 pair = at / a.rows, b = pair / a.heads, h = pair - b * a.heads, row = a.row0 + at - pair * a.rows;
+        elem* to = (elem*)g.dq.ptr + b * g.dq.sb + h * g.dq.sh + row * g.dq.ss;
+        for (int x = 0; x < a.d; ++x) to[x] = (elem)0;
+    }
+}
+#endif

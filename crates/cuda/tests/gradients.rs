@@ -1,0 +1,735 @@
+//! The backward kernels against the gradients by definition, on a GPU. Where there is none every test
+//! says so on stderr and passes; `TILEWISE_REQUIRE_GPU=1` turns that into a failure.
+
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::sync::{Mutex, OnceLock};
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use tilewise_core::backend::Backend;
+use tilewise_core::observe::NoObserver;
+use tilewise_core::schedule::{self, BlockSizes};
+use tilewise_core::{
+    Algorithm, Alignment, BackwardInputs, Dropout, Element, Error, GradientJudge, Gradients,
+    Inputs, Options, Problem, TensorView, TensorViewMut,
+};
+use tilewise_cuda::backward::{self, DeviceBackward, DeviceGradients, Sums};
+use tilewise_cuda::cudarc::driver::DeviceRepr;
+use tilewise_cuda::ops::DeviceInputs;
+use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut};
+
+fn gpu(test: &str) -> Option<CudaBackend> {
+    static GPU: OnceLock<Result<CudaBackend, String>> = OnceLock::new();
+    match GPU.get_or_init(|| CudaBackend::new(0).map_err(|e| e.to_string())) {
+        Ok(backend) => Some(backend.clone()),
+        Err(reason) => {
+            assert!(
+                std::env::var_os("TILEWISE_REQUIRE_GPU").is_none(),
+                "{test} needs a GPU: {reason}"
+            );
+            static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+            if SAID.lock().unwrap().insert(test.to_owned()) {
+                // Not through eprintln: the test harness would hide it.
+                let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
+            }
+            None
+        }
+    }
+}
+
+/// Reproducible values from −2 to 2, exact in no particular type.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 51) as f64 - 2.0
+    }
+
+    fn tensor<T: Element>(&mut self, len: usize) -> Vec<T> {
+        (0..len).map(|_| T::from_f64(self.next())).collect()
+    }
+}
+
+/// Sizes of a setting: batch, heads, KV heads, queries, keys, head_dim, head_dim_v.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    b: usize,
+    h: usize,
+    kv: usize,
+    sq: usize,
+    sk: usize,
+    d: usize,
+    dv: usize,
+}
+
+fn sizes([b, h, kv]: [usize; 3], [sq, sk]: [usize; 2], d: usize) -> Sizes {
+    Sizes {
+        b,
+        h,
+        kv,
+        sq,
+        sk,
+        d,
+        dv: d,
+    }
+}
+
+/// Lengths of sequences.
+#[derive(Clone, Debug, Default)]
+struct Parts {
+    cu: Option<(Vec<i32>, Vec<i32>)>,
+    used: Option<Vec<i32>>,
+}
+
+/// A problem with the results of its forward pass and what arrives at them.
+struct Setting<T> {
+    sizes: Sizes,
+    options: Options,
+    parts: Parts,
+    bias: Option<(Vec<T>, [usize; 4])>,
+    mask: Option<(Vec<u8>, [usize; 4])>,
+    keep: Option<(Vec<u8>, [usize; 4])>,
+    q: Vec<T>,
+    k: Vec<T>,
+    v: Vec<T>,
+    dout: Vec<T>,
+    dlse: Option<Vec<f32>>,
+    out: Vec<T>,
+    lse: Vec<f32>,
+}
+
+impl<T: Element> Setting<T> {
+    fn new(s: Sizes, options: Options, parts: Parts, seed: u64) -> Self {
+        let mut noise = Noise(seed);
+        let rows = s.b * s.h * s.sq;
+        let mut setting = Setting {
+            sizes: s,
+            options,
+            parts,
+            bias: None,
+            mask: None,
+            keep: None,
+            q: noise.tensor(rows * s.d),
+            k: noise.tensor(s.b * s.kv * s.sk * s.d),
+            v: noise.tensor(s.b * s.kv * s.sk * s.dv),
+            dout: noise.tensor(rows * s.dv),
+            dlse: (seed % 2 == 1).then(|| noise.tensor(rows)),
+            out: Vec::new(),
+            lse: Vec::new(),
+        };
+        setting.forward();
+        setting
+    }
+
+    /// With a bias, a mask, and dropout by a mask in place of random numbers, each or not as `seed`
+    /// says and broadcast over some axes.
+    fn modified(mut self, seed: u64) -> Self {
+        let s = self.sizes;
+        let mut noise = Noise(seed);
+        let mut shape = || {
+            let full = [s.b, s.h, s.sq, s.sk];
+            full.map(|size| if noise.next() < -1.0 { 1 } else { size })
+        };
+        let (bias, mask, keep) = (shape(), shape(), shape());
+        let count = |shape: [usize; 4]| shape.iter().product::<usize>();
+        if seed.is_multiple_of(3) {
+            self.bias = Some((noise.tensor(count(bias)), bias));
+        }
+        let mut bytes = |shape: [usize; 4], least: f64| -> Vec<u8> {
+            let bits = (0..count(shape)).map(|_| u8::from(noise.next() > least));
+            bits.collect()
+        };
+        if seed.is_multiple_of(4) {
+            self.mask = Some((bytes(mask, -1.0), mask));
+        }
+        if let Some(dropout) = self.options.get_dropout().filter(|_| seed % 5 < 2) {
+            self.options = self.options.dropout(Dropout::Mask { p: dropout.p() });
+            self.keep = Some((bytes(keep, 0.0), keep));
+        }
+        self.forward();
+        self
+    }
+
+    /// out and lse by the schedule of the core, so that nothing of the device is in them.
+    fn forward(&mut self) {
+        let problem = Problem::new(&self.inputs(), &self.options).unwrap();
+        let (shape, [b, h, s]) = (problem.dims().out_shape(), problem.dims().lse_shape());
+        let mut out = vec![T::default(); shape.iter().product()];
+        let mut lse = vec![0f32; b * h * s];
+        schedule::forward(
+            Algorithm::Fa2,
+            &problem,
+            &self.inputs(),
+            BlockSizes::new(64, 64).unwrap(),
+            &mut NoObserver,
+            TensorViewMut::bhsd(&mut out, shape).unwrap(),
+            Some(TensorViewMut::bhs(&mut lse, [b, h, s]).unwrap()),
+        )
+        .unwrap();
+        (self.out, self.lse) = (out, lse);
+    }
+
+    fn inputs(&self) -> Inputs<'_, T> {
+        let s = self.sizes;
+        let mut inputs = Inputs::new(
+            TensorView::bhsd(&self.q, [s.b, s.h, s.sq, s.d]).unwrap(),
+            TensorView::bhsd(&self.k, [s.b, s.kv, s.sk, s.d]).unwrap(),
+            TensorView::bhsd(&self.v, [s.b, s.kv, s.sk, s.dv]).unwrap(),
+        );
+        fn view<X: Copy>((values, shape): &(Vec<X>, [usize; 4])) -> TensorView<'_, X> {
+            TensorView::bhsd(values, *shape).unwrap()
+        }
+        inputs = inputs
+            .bias(self.bias.as_ref().map(view))
+            .mask(self.mask.as_ref().map(view))
+            .keep_mask(self.keep.as_ref().map(view));
+        if let Some((q, k)) = &self.parts.cu {
+            inputs = inputs.packed(q, k);
+        }
+        if let Some(used) = &self.parts.used {
+            inputs = inputs.seqused_k(used);
+        }
+        inputs
+    }
+
+    fn backward(&self) -> BackwardInputs<'_, T> {
+        let s = self.sizes;
+        let (out, row) = ([s.b, s.h, s.sq, s.dv], [s.b, s.h, s.sq, 1]);
+        let row = |values| TensorView::bhsd(values, row).unwrap();
+        BackwardInputs::new(
+            self.inputs(),
+            TensorView::bhsd(&self.out, out).unwrap(),
+            row(&self.lse),
+            TensorView::bhsd(&self.dout, out).unwrap(),
+        )
+        .dlse(self.dlse.as_deref().map(row))
+    }
+
+    fn run(&self, backend: &CudaBackend, algorithm: Algorithm) -> Result<Gradients<T>, Error> {
+        run(backend, &self.options, &self.backward(), algorithm)
+    }
+
+    /// Runs every way there is and compares.
+    fn check(&self, backend: &CudaBackend, algorithms: &[(Algorithm, Sums)]) -> Result<(), String> {
+        let inputs = self.backward();
+        let problem = inputs.problem(&self.options).map_err(|e| e.to_string())?;
+        let judge = GradientJudge::new(&problem, &inputs);
+        for &(algorithm, sums) in algorithms {
+            let backend = backend.clone().sums(sums);
+            let mut gradients = self
+                .run(&backend, algorithm)
+                .map_err(|e| format!("{algorithm} {sums:?} {:?}: {e}", self.sizes))?;
+            let mut views = gradients.views_mut().map_err(|e| e.to_string())?;
+            views.dbias = None;
+            for found in judge.compare(&views).map_err(|e| e.to_string())? {
+                if !found.pass {
+                    return Err(format!(
+                        "{algorithm} {sums:?} {} {:?} {:?} {:?}: {found:?}",
+                        T::DTYPE,
+                        self.sizes,
+                        self.options,
+                        self.parts
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Into memory that held NaN before.
+fn run<T: Element>(
+    backend: &CudaBackend,
+    options: &Options,
+    inputs: &BackwardInputs<'_, T>,
+    algorithm: Algorithm,
+) -> Result<Gradients<T>, Error> {
+    let problem = inputs.problem(options)?;
+    let mut gradients = Gradients::filled(&problem, &inputs.inputs, f64::NAN)?;
+    let mut views = gradients.views_mut()?;
+    // A bias is read; its own gradient is refused.
+    views.dbias = None;
+    backend.backward(
+        &problem,
+        &T::erase_backward(*inputs),
+        algorithm,
+        T::erase_gradients(views),
+    )?;
+    Ok(gradients)
+}
+
+fn bits<T: Element>(values: &[T]) -> Vec<u64> {
+    values.iter().map(|x| x.to_f64().to_bits()).collect()
+}
+
+fn all_bits<T: Element>(gradients: &Gradients<T>) -> Vec<u64> {
+    let sinks = gradients.dsinks.iter().flatten();
+    [&gradients.dq, &gradients.dk, &gradients.dv]
+        .into_iter()
+        .flat_map(|values| bits(values))
+        .chain(sinks.map(|x| u64::from(x.to_bits())))
+        .collect()
+}
+
+/// Every way to make gradients.
+const WAYS: &[(Algorithm, Sums)] = &[
+    (Algorithm::Fa2, Sums::Ordered),
+    (Algorithm::Fa2, Sums::Atomic),
+    (Algorithm::Fa1, Sums::Ordered),
+    (Algorithm::Standard, Sums::Ordered),
+];
+
+fn masks() -> Vec<Options> {
+    vec![
+        Options::new(),
+        Options::new().causal(true),
+        Options::new().causal(true).alignment(Alignment::TopLeft),
+        Options::new().window_left(37).window_right(20),
+        Options::new().causal(true).window_left(70),
+    ]
+}
+
+fn sweep<T: Element>(name: &str, head_dims: &[usize]) {
+    let Some(backend) = gpu(name) else { return };
+    for &d in head_dims {
+        for (n, shape) in [
+            sizes([2, 4, 2], [137, 180], d),
+            sizes([1, 3, 1], [64, 64], d),
+            sizes([1, 2, 2], [1, 300], d),
+            sizes([1, 2, 1], [200, 77], d),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            for options in masks() {
+                let setting = Setting::<T>::new(shape, options, Parts::default(), n as u64);
+                setting.check(&backend, WAYS).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_gradients_equal_the_definition() {
+    sweep::<bf16>("bf16_gradients_equal_the_definition", &[64, 128, 256]);
+}
+
+#[test]
+fn f16_gradients_equal_the_definition() {
+    sweep::<f16>("f16_gradients_equal_the_definition", &[64, 128, 256]);
+}
+
+#[test]
+fn f32_gradients_equal_the_definition_within_f32_rounding() {
+    sweep::<f32>("f32_gradients_equal_the_definition", &[64, 128, 256]);
+}
+
+fn one<T: Element>(backend: &CudaBackend, [d, dv]: [usize; 2], options: Options) {
+    let shape = Sizes {
+        dv,
+        ..sizes([1, 4, 2], [70, 131], d)
+    };
+    Setting::<T>::new(shape, options, Parts::default(), d as u64)
+        .check(backend, WAYS)
+        .unwrap();
+}
+
+#[test]
+fn odd_head_dims_in_bf16() {
+    let Some(backend) = gpu("odd_head_dims_in_bf16") else {
+        return;
+    };
+    for d in [1, 40, 72, 96, 112, 200] {
+        one::<bf16>(&backend, [d, d], Options::new().causal(true));
+    }
+    for pair in [[64, 128], [192, 128], [7, 33]] {
+        one::<bf16>(&backend, pair, Options::new());
+    }
+}
+
+#[test]
+fn odd_head_dims_in_f32() {
+    let Some(backend) = gpu("odd_head_dims_in_f32") else {
+        return;
+    };
+    for d in [5, 80, 136] {
+        one::<f32>(&backend, [d, d], Options::new());
+    }
+    for pair in [[128, 64], [40, 8]] {
+        one::<f32>(&backend, pair, Options::new().causal(true));
+    }
+}
+
+#[test]
+fn softcaps_and_scales() {
+    let Some(backend) = gpu("softcaps_and_scales") else {
+        return;
+    };
+    for d in [33, 160] {
+        one::<f16>(&backend, [d, d], Options::new().softcap(4.0));
+    }
+    for scale in [-0.7, 0.0, 3.0] {
+        one::<f32>(&backend, [64, 64], Options::new().softmax_scale(scale));
+    }
+    let all = Options::new().softcap(3.0).causal(true).window_left(40);
+    one::<f32>(&backend, [64, 64], all.clone());
+    one::<bf16>(&backend, [128, 128], all);
+}
+
+/// An option of the score, of the sums or of the weights.
+fn modifiers(heads: usize) -> impl Strategy<Value = Options> {
+    (
+        proptest::option::weighted(0.3, 1.0f64..20.0),
+        proptest::option::weighted(0.3, 0.0f32..1.0),
+        proptest::option::weighted(0.3, -3.0f32..3.0),
+        proptest::option::weighted(0.4, (0.0f64..0.9, any::<u64>(), any::<u64>())),
+    )
+        .prop_map(move |(cap, slope, sink, drop)| {
+            let each = move |x: f32| (0..heads).map(|h| x * (h + 1) as f32 / 2.0).collect();
+            Options::new()
+                .softcap(cap)
+                .alibi_slopes(slope.map(each))
+                .sinks(sink.map(each))
+                .dropout(drop.map(|(p, seed, offset)| Dropout::Philox { p, seed, offset }))
+        })
+}
+
+fn lengths(kind: usize, b: usize, sq: usize, sk: usize) -> (usize, Parts) {
+    match kind {
+        0 => {
+            // A sequence without rows, one without keys, keys that belong to none.
+            let q = vec![0, (sq / 3) as i32, (sq / 3) as i32, sq as i32];
+            let k = vec![0, (sk / 2) as i32, (sk / 2) as i32, (sk - sk / 5) as i32];
+            let parts = Parts {
+                cu: Some((q, k)),
+                used: None,
+            };
+            (1, parts)
+        }
+        1 => {
+            let used = (0..b).map(|n| (sk * n / b.max(1)) as i32).collect();
+            let parts = Parts {
+                cu: None,
+                used: Some(used),
+            };
+            (b, parts)
+        }
+        _ => (b, Parts::default()),
+    }
+}
+
+/// Sizes, options and lengths of a problem of any kind.
+fn problems() -> impl Strategy<Value = (Sizes, Options, Parts, u64)> {
+    (
+        (1usize..=2, 1usize..=2, 1usize..=3),
+        (0usize..=150, 0usize..=250),
+        any::<[bool; 3]>(),
+        proptest::option::weighted(0.4, 0usize..150),
+        proptest::option::weighted(0.3, 0usize..150),
+        modifiers(6),
+        0usize..5,
+        any::<u64>(),
+    )
+        .prop_map(
+            |((b, kv, group), (sq, sk), [wide, causal, top], left, right, options, kind, seed)| {
+                let heads = kv * group;
+                let cut = |values: Option<&[f32]>| values.map(|values| values[..heads].to_vec());
+                let (slopes, sinks) = (options.get_alibi_slopes(), options.get_sinks());
+                let (slopes, sinks) = (cut(slopes), cut(sinks));
+                let options = options
+                    .alibi_slopes(slopes)
+                    .sinks(sinks)
+                    .causal(causal)
+                    .alignment(match top {
+                        true => Alignment::TopLeft,
+                        false => Alignment::BottomRight,
+                    })
+                    .window_left(left)
+                    .window_right(right);
+                let (b, parts) = lengths(kind, b, sq, sk);
+                let d = if wide { 128 } else { 64 };
+                (sizes([b, heads, kv], [sq, sk], d), options, parts, seed)
+            },
+        )
+}
+
+fn any_problem<T: Element>(
+    test: &str,
+    (sizes, options, parts, seed): (Sizes, Options, Parts, u64),
+) -> Result<(), TestCaseError> {
+    let Some(backend) = gpu(test) else {
+        return Ok(());
+    };
+    Setting::<T>::new(sizes, options, parts, seed)
+        .modified(seed / 2)
+        .check(&backend, WAYS)
+        .map_err(TestCaseError::fail)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn any_problem_in_bf16(problem in problems()) {
+        any_problem::<bf16>("any_problem_in_bf16", problem)?;
+    }
+
+    #[test]
+    fn any_problem_in_f16(problem in problems()) {
+        any_problem::<f16>("any_problem_in_f16", problem)?;
+    }
+
+    #[test]
+    fn any_problem_in_f32(problem in problems()) {
+        any_problem::<f32>("any_problem_in_f32", problem)?;
+    }
+}
+
+/// Rows that see nothing, and scores so low that a padded key's would be e^100 times theirs.
+#[test]
+fn empty_rows_and_low_scores_stay_finite() {
+    let Some(backend) = gpu("empty_rows_and_low_scores_stay_finite") else {
+        return;
+    };
+    let mut setting = Setting::<f32>::new(
+        sizes([1, 2, 1], [90, 50], 64),
+        Options::new().causal(true),
+        Parts::default(),
+        3,
+    );
+    setting.check(&backend, WAYS).unwrap();
+    assert!(setting.lse.contains(&f32::NEG_INFINITY));
+    let mut low = Setting::<bf16>::new(
+        sizes([1, 1, 1], [40, 37], 64),
+        Options::new(),
+        Parts::default(),
+        2,
+    );
+    for (tensor, side) in [(&mut low.q, 1.0), (&mut low.k, -1.0)] {
+        for x in tensor.iter_mut() {
+            *x = bf16::from_f64(side * (8.0 + x.to_f64().abs()));
+        }
+    }
+    low.forward();
+    assert!(low.lse.iter().all(|&lse| lse < -200.0));
+    low.check(&backend, WAYS).unwrap();
+    setting.dout.fill(0.0);
+    setting.dlse = None;
+    let zero = setting.run(&backend, Algorithm::Fa2).unwrap();
+    assert!(
+        zero.dq
+            .iter()
+            .chain(&zero.dk)
+            .chain(&zero.dv)
+            .all(|&x| x == 0.0)
+    );
+}
+
+#[test]
+fn gradients_of_strided_tensors() {
+    let Some(backend) = gpu("gradients_of_strided_tensors") else {
+        return;
+    };
+    let setting = Setting::<f16>::new(
+        sizes([2, 4, 2], [50, 90], 64),
+        Options::new().causal(true),
+        Parts::default(),
+        8,
+    );
+    // One KV head for all by a stride of 0, rows from last to first, every second element.
+    let kshape = [2, 2, 90, 32];
+    let k = TensorView::from_strides(&setting.k, kshape, [2 * 90 * 64, 0, 64, 2], 0).unwrap();
+    let v = TensorView::from_strides(&setting.v, kshape, [2 * 90 * 64, 90 * 64, -64, 1], 89 * 64)
+        .unwrap();
+    let q = TensorView::from_strides(&setting.q, [2, 4, 50, 32], [50 * 64, 0, 64, 2], 1).unwrap();
+    let inputs = Inputs::new(q, k, v);
+    let problem = Problem::new(&inputs, &setting.options).unwrap();
+    let (shape, [b, h, s]) = (problem.dims().out_shape(), problem.dims().lse_shape());
+    let (mut out, mut lse) = (
+        vec![f16::ZERO; shape.iter().product()],
+        vec![0f32; b * h * s],
+    );
+    schedule::forward(
+        Algorithm::Fa2,
+        &problem,
+        &inputs,
+        BlockSizes::new(64, 64).unwrap(),
+        &mut NoObserver,
+        TensorViewMut::bhsd(&mut out, shape).unwrap(),
+        Some(TensorViewMut::bhs(&mut lse, [b, h, s]).unwrap()),
+    )
+    .unwrap();
+    let given = BackwardInputs::new(
+        inputs,
+        TensorView::bhsd(&out, shape).unwrap(),
+        TensorView::bhsd(&lse, [b, h, s, 1]).unwrap(),
+        TensorView::bshd(&setting.dout[..2 * 50 * 4 * 32], shape).unwrap(),
+    );
+    let judge = GradientJudge::new(&problem, &given);
+    for &(algorithm, sums) in WAYS {
+        let backend = backend.clone().sums(sums);
+        let mut gradients = run(&backend, &setting.options, &given, algorithm).unwrap();
+        for found in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+            assert!(found.pass, "{algorithm} {sums:?} {found:?}");
+        }
+    }
+}
+
+#[test]
+fn a_hundred_backward_runs_give_the_same_bits() {
+    let Some(backend) = gpu("a_hundred_backward_runs_give_the_same_bits") else {
+        return;
+    };
+    let options = Options::new().causal(true).sinks(vec![0.5; 4]);
+    let setting = Setting::<bf16>::new(
+        sizes([2, 4, 2], [300, 411], 128),
+        options,
+        Parts::default(),
+        11,
+    );
+    let first = setting.run(&backend, Algorithm::Fa2).unwrap();
+    let atomic = backend.clone().sums(Sums::Atomic);
+    for _ in 0..100 {
+        let again = setting.run(&backend, Algorithm::Fa2).unwrap();
+        assert_eq!(all_bits(&again), all_bits(&first));
+        // Only dq is summed up in memory.
+        let again = setting.run(&atomic, Algorithm::Fa2).unwrap();
+        assert_eq!(bits(&again.dk), bits(&first.dk));
+        assert_eq!(bits(&again.dv), bits(&first.dv));
+    }
+}
+
+/// The gradients of a packed batch are, bit for bit, those of its sequences alone.
+#[test]
+fn packed_gradients_are_those_of_the_parts() {
+    let Some(backend) = gpu("packed_gradients_are_those_of_the_parts") else {
+        return;
+    };
+    let (cu_q, cu_k) = (vec![0, 70, 200], vec![0, 130, 250]);
+    let parts = Parts {
+        cu: Some((cu_q.clone(), cu_k.clone())),
+        used: None,
+    };
+    let options = Options::new().causal(true);
+    let packed = Setting::<bf16>::new(sizes([1, 2, 1], [200, 250], 64), options.clone(), parts, 4);
+    let whole = packed.run(&backend, Algorithm::Fa2).unwrap();
+    let given = packed.backward();
+    for n in 0..2 {
+        let rows = cu_q[n] as usize..cu_q[n + 1] as usize;
+        let keys = cu_k[n] as usize..cu_k[n + 1] as usize;
+        let inputs = Inputs::new(
+            given.inputs.q.narrow(2, rows.clone()),
+            given.inputs.k.narrow(2, keys.clone()),
+            given.inputs.v.narrow(2, keys.clone()),
+        );
+        let alone = BackwardInputs::new(
+            inputs,
+            given.out.narrow(2, rows.clone()),
+            given.lse.narrow(2, rows.clone()),
+            given.dout.narrow(2, rows.clone()),
+        );
+        let alone = run(&backend, &options, &alone, Algorithm::Fa2).unwrap();
+        let part = |values: &[bf16], heads: usize, all: usize, range: std::ops::Range<usize>| {
+            (0..heads)
+                .flat_map(|h| {
+                    bits(&values[(h * all + range.start) * 64..(h * all + range.end) * 64])
+                })
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(part(&whole.dq, 2, 200, rows), bits(&alone.dq));
+        assert_eq!(part(&whole.dk, 1, 250, keys.clone()), bits(&alone.dk));
+        assert_eq!(part(&whole.dv, 1, 250, keys), bits(&alone.dv));
+    }
+}
+
+#[test]
+fn device_memory_is_used_as_it_lies() {
+    let Some(backend) = gpu("device_memory_is_used_as_it_lies") else {
+        return;
+    };
+    fn one<T: Element + DeviceRepr>(backend: &CudaBackend, sums: Sums) {
+        let setting = Setting::<T>::new(
+            sizes([2, 4, 2], [100, 140], 64),
+            Options::new().causal(true),
+            Parts::default(),
+            20,
+        );
+        let given = setting.backward();
+        let problem = given.problem(&setting.options).unwrap();
+        let stream = backend.context().new_stream().unwrap();
+        let up = |values: &[T]| stream.clone_htod(values).unwrap();
+        let (q, k, v) = (up(&setting.q), up(&setting.k), up(&setting.v));
+        let (out, dout) = (up(&setting.out), up(&setting.dout));
+        let lse = stream.clone_htod(&setting.lse).unwrap();
+        let nan = |len: usize| up(&vec![T::from_f64(f64::NAN); len]);
+        let (mut dq, mut dk, mut dv) = (
+            nan(setting.q.len()),
+            nan(setting.k.len()),
+            nan(setting.v.len()),
+        );
+        let (wide, narrow) = ([2, 4, 100, 64], [2, 2, 140, 64]);
+        // dk in [batch, seqlen, heads, head_dim] order.
+        let bshd = [140 * 2 * 64, 64, 2 * 64, 1];
+        let read = |memory, shape| DeviceView::bhsd::<T, _>(memory, shape).unwrap();
+        backward::backward(
+            backend,
+            &stream,
+            &problem,
+            Algorithm::Fa2,
+            sums,
+            &DeviceBackward {
+                inputs: DeviceInputs::new(read(&q, wide), read(&k, narrow), read(&v, narrow)),
+                out: read(&out, wide),
+                lse: DeviceView::bhsd::<f32, _>(&lse, [2, 4, 100, 1]).unwrap(),
+                dout: read(&dout, wide),
+                dlse: None,
+            },
+            &mut DeviceGradients {
+                dq: DeviceViewMut::bhsd::<T, _>(&mut dq, wide).unwrap(),
+                dk: DeviceViewMut::from_strides::<T, _>(&mut dk, narrow, bshd, 0).unwrap(),
+                dv: DeviceViewMut::bhsd::<T, _>(&mut dv, narrow).unwrap(),
+                dsinks: None,
+            },
+        )
+        .unwrap();
+        let mut down = [&dq, &dk, &dv].map(|memory| stream.clone_dtoh(memory).unwrap());
+        stream.synchronize().unwrap();
+        let [dq, dk, dv] = &mut down;
+        let judge = GradientJudge::new(&problem, &given);
+        let views = tilewise_core::GradientsMut::new(
+            TensorViewMut::bhsd(dq, wide).unwrap(),
+            TensorViewMut::bshd(dk, narrow).unwrap(),
+            TensorViewMut::bhsd(dv, narrow).unwrap(),
+        );
+        for found in judge.compare(&views).unwrap() {
+            assert!(found.pass, "{sums:?} {found:?}");
+        }
+    }
+    for sums in [Sums::Ordered, Sums::Atomic] {
+        one::<bf16>(&backend, sums);
+        one::<f32>(&backend, sums);
+    }
+}
+
+#[test]
+fn what_has_no_backward_kernel_is_refused_by_name() {
+    let shape = sizes([1, 2, 1], [8, 8], 320);
+    let setting = Setting::<f32>::new(shape, Options::new(), Parts::default(), 1);
+    let problem = Problem::new(&setting.inputs(), &setting.options).unwrap();
+    let refused = backward::supports(&problem, Algorithm::Fa2).unwrap_err();
+    assert!(refused.to_string().contains("320"), "{refused}");
+    let setting = Setting::<f64>::new(
+        sizes([1, 2, 1], [8, 8], 16),
+        Options::new(),
+        Parts::default(),
+        1,
+    );
+    let problem = Problem::new(&setting.inputs(), &setting.options).unwrap();
+    let refused = backward::supports(&problem, Algorithm::Fa2).unwrap_err();
+    assert!(refused.to_string().contains("f64"), "{refused}");
+}
