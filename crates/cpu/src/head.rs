@@ -100,9 +100,6 @@ impl<T: Element> Head<T> {
         let acc = <T::Acc as Element>::from_f64;
         let (b, row) = (sequence.q_batch, sequence.q_start);
         let rule = problem.mask_rule(sequence);
-        // Two equal sequences can only be two without rows.
-        let sequences = problem.sequences();
-        let number = sequences.iter().position(|s| s == sequence).unwrap_or(0);
         let modifiers = scoring.modified.then(|| Modifiers {
             scale: acc(problem.softmax_scale()),
             softcap: options.get_softcap().map(acc),
@@ -118,7 +115,12 @@ impl<T: Element> Head<T> {
                 .as_ref()
                 .map(|mask| element_plane(mask, b, head, row, bias_key)),
             dropout: options.get_dropout().map(|dropout| Dropping {
-                philox: dropout.philox(number, head, problem.dims().num_heads),
+                philox: {
+                    // Two equal sequences can only be two without rows.
+                    let mut sequences = problem.sequences().iter();
+                    let number = sequences.position(|s| s == sequence).unwrap_or(0);
+                    dropout.philox(number, head, problem.dims().num_heads)
+                },
                 row: 0,
                 key: origin,
                 mask: inputs

@@ -4,6 +4,9 @@
 //! together (4 rows × 4 keys, or 1 row × 16) and summed into one register by a tree of half as many
 //! additions each time. Each sum is taken in the same order wherever it stands, so bits do not depend
 //! on the rows or keys that it is taken together with.
+//!
+//! Elements are widened two vectors at a time, in the order of [`Convert::load_two`]: q is stored in
+//! that order and Õ comes in it, see [`place`].
 
 use std::hint::black_box;
 
@@ -11,15 +14,21 @@ use tilewise_core::Element;
 
 use super::pack::chunk;
 use super::{Block, s_stride};
-use crate::simd::{Convert, MAX_LANES, Vector};
+use crate::simd::{Convert, MAX_LANES, Vector, prefetch_far};
 
 /// Keys whose values all columns are taken of before the next: they stay in L1 between columns.
-const KEYS_TOGETHER: usize = 32;
+const KEYS_TOGETHER: usize = 16;
+
+/// How far ahead keys are asked for, where there are several rows: their products with a key keep the
+/// processor from running ahead by itself as far as memory is away.
+const BYTES_AHEAD: usize = 8 << 10;
 
 /// Queries, keys and values of a block, not packed for the microkernel.
 #[derive(Clone, Copy)]
 pub(crate) struct Unpacked<T: Element> {
     /// `[rows][q_stride]`, zero behind head_dim up to a whole vector.
+    ///
+    /// Elements stand at their [`place`].
     pub(crate) q: *const T::Acc,
     pub(crate) q_stride: usize,
     /// First element of the tile's key 0; the elements of a key are neighbours.
@@ -32,6 +41,30 @@ pub(crate) struct Unpacked<T: Element> {
     pub(crate) v_step: isize,
     /// Elements of a value; [`Block::width`] is this in whole vectors.
     pub(crate) head_dim_v: usize,
+}
+
+/// [`BYTES_AHEAD`] in keys of `len` elements.
+#[inline(always)]
+fn keys_ahead<T>(len: usize) -> usize {
+    BYTES_AHEAD / (len * size_of::<T>()).max(64)
+}
+
+/// Asks for the cache lines of `len` elements.
+#[inline(always)]
+fn ask_for<T>(at: *const T, len: usize) {
+    for element in (0..len).step_by(64 / size_of::<T>()) {
+        prefetch_far(at.wrapping_add(element));
+    }
+}
+
+/// Where element `element` of `len` stands in q and Õ, if `interleaved` elements are widened together
+/// (0: none are), the even ones into one vector and the odd ones into the next.
+pub(crate) fn place(element: usize, len: usize, interleaved: usize) -> usize {
+    if interleaved == 0 || element >= len - len % interleaved {
+        return element;
+    }
+    let within = element % interleaved;
+    element - within + within / 2 + within % 2 * (interleaved / 2)
 }
 
 /// S = q kᵀ in the columns `lo..hi` of the strip.
@@ -90,17 +123,14 @@ unsafe fn some_products<T: Element, V: Convert<T> + Vector<E = T::Acc>, const RO
                     .wrapping_offset((first + n) as isize * unpacked.k_step)
             };
             let count = together.min(end - first);
-            let sums = if ROWS > 1 && count == together {
-                // Written out: the sums stay in registers.
-                let mut sums = [V::splat(V::E::from_f64(0.0)); MAX_LANES];
-                for n in 0..together {
-                    let acc =
-                        one_key::<T, V, ROWS>(key_at(n), q, unpacked.q_stride, block.head_dim);
-                    for (r, acc) in acc.into_iter().enumerate() {
-                        sums[r * together + n] = acc;
-                    }
+            if ROWS > 1 && row == 0 {
+                let ahead = keys_ahead::<T>(block.head_dim);
+                for n in 0..count {
+                    ask_for(key_at(n + ahead), block.head_dim);
                 }
-                V::sums(&sums)
+            }
+            let sums = if ROWS > 1 && count == together {
+                square::<T, V, ROWS>(key_at(0), unpacked.k_step, q, unpacked.q_stride, block)
             } else {
                 // A single row waits for memory alone: all keys by the same few load instructions, in
                 // steps that the processor's prefetcher recognises. The count is hidden from the
@@ -113,25 +143,70 @@ unsafe fn some_products<T: Element, V: Convert<T> + Vector<E = T::Acc>, const RO
                         sums[r * together + n] = acc;
                     }
                 }
-                V::sums(&sums)
+                sums
             };
             let mut scores = [V::E::from_f64(0.0); MAX_LANES];
-            sums.store(scores.as_mut_ptr());
-            let valid = together.min(end - first);
+            V::sums(&sums).store(scores.as_mut_ptr());
             for r in 0..ROWS {
                 let from = scores.as_ptr().add(r * together);
                 let to = block.s.add((row + r) * s_stride::<V::E>() + first);
-                if valid == together {
+                if count == together {
                     std::ptr::copy_nonoverlapping(from, to, together);
                 } else {
-                    std::ptr::copy_nonoverlapping(from, to, valid);
+                    std::ptr::copy_nonoverlapping(from, to, count);
                 }
             }
         }
     }
 }
 
-/// Registers of partial sums of `ROWS` rows of q with one key.
+/// Registers of partial sums of `ROWS` rows of q with LANES / ROWS keys, which stay in registers:
+/// each piece of q and of a key is loaded once for all of its products.
+#[inline(always)]
+unsafe fn square<T: Element, V: Convert<T> + Vector<E = T::Acc>, const ROWS: usize>(
+    key: *const T,
+    step: isize,
+    q: *const V::E,
+    q_stride: usize,
+    block: &Block<V::E>,
+) -> [V; MAX_LANES] {
+    let together = V::LANES / ROWS;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let zero = V::splat(V::E::from_f64(0.0));
+        let mut sums = [zero; MAX_LANES];
+        let mut element = 0;
+        while element + 2 * V::LANES <= block.head_dim {
+            let mut rows = [[zero; 2]; ROWS];
+            for (r, row) in rows.iter_mut().enumerate() {
+                let q = q.add(r * q_stride + element);
+                *row = [V::load(q), V::load(q.add(V::LANES))];
+            }
+            for n in 0..together {
+                let k = V::load_two(key.wrapping_offset(n as isize * step).add(element));
+                for (r, row) in rows.iter().enumerate() {
+                    let sum = &mut sums[r * together + n];
+                    *sum = row[1].fma(k[1], row[0].fma(k[0], *sum));
+                }
+            }
+            element += 2 * V::LANES;
+        }
+        while element < block.head_dim {
+            let left = V::LANES.min(block.head_dim - element);
+            for n in 0..together {
+                let k: V = chunk(key.wrapping_offset(n as isize * step).add(element), 1, left);
+                for r in 0..ROWS {
+                    let sum = &mut sums[r * together + n];
+                    *sum = V::load(q.add(r * q_stride + element)).fma(k, *sum);
+                }
+            }
+            element += V::LANES;
+        }
+        sums
+    }
+}
+
+/// Registers of partial sums of `ROWS` rows of q with one key: the same sums as [`square`]'s.
 #[inline(always)]
 unsafe fn one_key<T: Element, V: Convert<T> + Vector<E = T::Acc>, const ROWS: usize>(
     key: *const T,
@@ -142,29 +217,22 @@ unsafe fn one_key<T: Element, V: Convert<T> + Vector<E = T::Acc>, const ROWS: us
     // SAFETY: the caller's promise.
     unsafe {
         let mut acc = [V::splat(V::E::from_f64(0.0)); ROWS];
-        let whole = head_dim - head_dim % V::LANES;
         let mut element = 0;
-        while element + 4 * V::LANES <= whole {
-            for element in (element..element + 4 * V::LANES).step_by(V::LANES) {
-                let k = V::load_from(key.add(element));
-                for (r, acc) in acc.iter_mut().enumerate() {
-                    *acc = V::load(q.add(r * q_stride + element)).fma(k, *acc);
-                }
+        while element + 2 * V::LANES <= head_dim {
+            let k = V::load_two(key.add(element));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let q = q.add(r * q_stride + element);
+                *acc = V::load(q).fma(k[0], *acc);
+                *acc = V::load(q.add(V::LANES)).fma(k[1], *acc);
             }
-            element += 4 * V::LANES;
+            element += 2 * V::LANES;
         }
-        while element < whole {
-            let k = V::load_from(key.add(element));
+        while element < head_dim {
+            let k: V = chunk(key.add(element), 1, V::LANES.min(head_dim - element));
             for (r, acc) in acc.iter_mut().enumerate() {
                 *acc = V::load(q.add(r * q_stride + element)).fma(k, *acc);
             }
             element += V::LANES;
-        }
-        if whole < head_dim {
-            let k: V = chunk(key.add(whole), 1, head_dim - whole);
-            for (r, acc) in acc.iter_mut().enumerate() {
-                *acc = V::load(q.add(r * q_stride + whole)).fma(k, *acc);
-            }
         }
         acc
     }
@@ -179,7 +247,9 @@ pub(crate) unsafe fn weighted_values<T: Element, V: Convert<T> + Vector<E = T::A
     block: &Block<V::E>,
     unpacked: &Unpacked<T>,
 ) {
-    let whole = unpacked.head_dim_v - unpacked.head_dim_v % V::LANES;
+    let whole = unpacked.head_dim_v - unpacked.head_dim_v % (2 * V::LANES);
+    // As many accumulators as the microkernel of packed tiles has.
+    let registers = V::MR * V::NRV;
     let mut key = block.lo;
     while key < block.hi {
         let end = (key + KEYS_TOGETHER).min(block.hi);
@@ -192,33 +262,33 @@ pub(crate) unsafe fn weighted_values<T: Element, V: Convert<T> + Vector<E = T::A
                     2.. => 2,
                     _ => 1,
                 };
+                let at = (row, key, end);
                 let mut column = 0;
                 while column < whole {
-                    let vectors = match (whole - column) / V::LANES {
-                        8.. if rows <= 2 => 8,
-                        4.. => 4,
-                        2.. => 2,
+                    let pairs = match (whole - column) / (2 * V::LANES) {
+                        4.. if 8 * rows <= registers => 4,
+                        2.. if 4 * rows <= registers => 2,
                         _ => 1,
                     };
-                    match (rows, vectors) {
-                        (2, 8) => some_values::<T, V, 2, 8>(block, unpacked, row, column, key, end),
-                        (1, 8) => some_values::<T, V, 1, 8>(block, unpacked, row, column, key, end),
-                        (4, 4) => some_values::<T, V, 4, 4>(block, unpacked, row, column, key, end),
-                        (4, 2) => some_values::<T, V, 4, 2>(block, unpacked, row, column, key, end),
-                        (4, _) => some_values::<T, V, 4, 1>(block, unpacked, row, column, key, end),
-                        (2, 4) => some_values::<T, V, 2, 4>(block, unpacked, row, column, key, end),
-                        (2, 2) => some_values::<T, V, 2, 2>(block, unpacked, row, column, key, end),
-                        (2, _) => some_values::<T, V, 2, 1>(block, unpacked, row, column, key, end),
-                        (_, 4) => some_values::<T, V, 1, 4>(block, unpacked, row, column, key, end),
-                        (_, 2) => some_values::<T, V, 1, 2>(block, unpacked, row, column, key, end),
-                        (_, _) => some_values::<T, V, 1, 1>(block, unpacked, row, column, key, end),
+                    match (rows, pairs) {
+                        (4, 2) => some_values::<T, V, 4, 2>(block, unpacked, at, column),
+                        (4, _) => some_values::<T, V, 4, 1>(block, unpacked, at, column),
+                        (2, 4) => some_values::<T, V, 2, 4>(block, unpacked, at, column),
+                        (2, 2) => some_values::<T, V, 2, 2>(block, unpacked, at, column),
+                        (2, _) => some_values::<T, V, 2, 1>(block, unpacked, at, column),
+                        (_, 4) => some_values::<T, V, 1, 4>(block, unpacked, at, column),
+                        (_, 2) => some_values::<T, V, 1, 2>(block, unpacked, at, column),
+                        (_, _) => some_values::<T, V, 1, 1>(block, unpacked, at, column),
                     }
-                    column += vectors * V::LANES;
+                    column += 2 * pairs * V::LANES;
                 }
-                if whole < unpacked.head_dim_v {
-                    for row in row..row + rows {
-                        last_columns::<T, V>(block, unpacked, row, whole, key, end);
+                while column < unpacked.head_dim_v {
+                    match rows {
+                        4 => last_columns::<T, V, 4>(block, unpacked, at, column),
+                        2 => last_columns::<T, V, 2>(block, unpacked, at, column),
+                        _ => last_columns::<T, V, 1>(block, unpacked, at, column),
                     }
+                    column += V::LANES;
                 }
                 row += rows;
             }
@@ -227,77 +297,108 @@ pub(crate) unsafe fn weighted_values<T: Element, V: Convert<T> + Vector<E = T::A
     }
 }
 
+/// `ROWS` rows and `PAIRS` pairs of vectors from `column` on, over the keys of `(row, key, end)`.
 #[inline(always)]
 unsafe fn some_values<
     T: Element,
     V: Convert<T> + Vector<E = T::Acc>,
     const ROWS: usize,
-    const VECTORS: usize,
+    const PAIRS: usize,
 >(
     block: &Block<V::E>,
     unpacked: &Unpacked<T>,
-    row: usize,
+    (row, key, end): (usize, usize, usize),
     column: usize,
-    key: usize,
-    end: usize,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         let out = block.acc.add(row * block.width + column);
+        let out =
+            |r: usize, pair: usize, n: usize| out.add(r * block.width + (2 * pair + n) * V::LANES);
         let p = block.s.add(row * s_stride::<V::E>());
-        let mut acc = [[V::splat(V::E::from_f64(0.0)); VECTORS]; ROWS];
+        let mut acc = [[[V::splat(V::E::from_f64(0.0)); 2]; PAIRS]; ROWS];
         for (r, acc) in acc.iter_mut().enumerate() {
-            for (n, acc) in acc.iter_mut().enumerate() {
-                *acc = V::load(out.add(r * block.width + n * V::LANES));
+            for (pair, acc) in acc.iter_mut().enumerate() {
+                *acc = [V::load(out(r, pair, 0)), V::load(out(r, pair, 1))];
             }
         }
+        let ahead = keys_ahead::<T>(unpacked.head_dim_v) as isize * unpacked.v_step;
         for key in key..end {
             let v = unpacked
                 .v
                 .wrapping_offset(key as isize * unpacked.v_step)
                 .add(column);
-            let mut columns = [V::load_from(v); VECTORS];
-            for (n, column) in columns.iter_mut().enumerate().skip(1) {
-                *column = V::load_from(v.add(n * V::LANES));
+            if ROWS > 1 && row == 0 {
+                ask_for(v.wrapping_offset(ahead), 2 * PAIRS * V::LANES);
+            }
+            let mut columns = [V::load_two(v); PAIRS];
+            for (pair, columns) in columns.iter_mut().enumerate().skip(1) {
+                *columns = V::load_two(v.add(2 * pair * V::LANES));
             }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let x = V::splat(p.add(r * s_stride::<V::E>() + key).read());
                 for (acc, column) in acc.iter_mut().zip(columns) {
-                    *acc = x.fma(column, *acc);
+                    *acc = [x.fma(column[0], acc[0]), x.fma(column[1], acc[1])];
                 }
             }
         }
         for (r, acc) in acc.iter().enumerate() {
-            for (n, acc) in acc.iter().enumerate() {
-                acc.store(out.add(r * block.width + n * V::LANES));
+            for (pair, acc) in acc.iter().enumerate() {
+                acc[0].store(out(r, pair, 0));
+                acc[1].store(out(r, pair, 1));
             }
         }
     }
 }
 
-/// The columns behind the last whole vector.
+/// One vector or less behind the last pair of them.
 #[inline(always)]
-unsafe fn last_columns<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
+unsafe fn last_columns<T: Element, V: Convert<T> + Vector<E = T::Acc>, const ROWS: usize>(
     block: &Block<V::E>,
     unpacked: &Unpacked<T>,
-    row: usize,
+    (row, key, end): (usize, usize, usize),
     column: usize,
-    key: usize,
-    end: usize,
 ) {
     // SAFETY: the caller's promise; Õ has whole vectors.
     unsafe {
         let out = block.acc.add(row * block.width + column);
         let p = block.s.add(row * s_stride::<V::E>());
-        let mut acc = V::load(out);
+        let left = V::LANES.min(unpacked.head_dim_v - column);
+        let mut acc = [V::splat(V::E::from_f64(0.0)); ROWS];
+        for (r, acc) in acc.iter_mut().enumerate() {
+            *acc = V::load(out.add(r * block.width));
+        }
         for key in key..end {
             let v = unpacked
                 .v
                 .wrapping_offset(key as isize * unpacked.v_step)
                 .add(column);
-            let v: V = chunk(v, 1, unpacked.head_dim_v - column);
-            acc = V::splat(p.add(key).read()).fma(v, acc);
+            let v: V = chunk(v, 1, left);
+            for (r, acc) in acc.iter_mut().enumerate() {
+                *acc = V::splat(p.add(r * s_stride::<V::E>() + key).read()).fma(v, *acc);
+            }
         }
-        acc.store(out);
+        for (r, acc) in acc.iter().enumerate() {
+            acc.store(out.add(r * block.width));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_element_has_a_place_of_its_own() {
+        for interleaved in [0, 16, 32] {
+            for len in [1, 7, 16, 32, 40, 64, 80, 96, 129] {
+                let mut places: Vec<usize> = (0..len).map(|d| place(d, len, interleaved)).collect();
+                if interleaved > 0 && len >= interleaved {
+                    assert_eq!(places[..4], [0, interleaved / 2, 1, interleaved / 2 + 1]);
+                }
+                places.sort_unstable();
+                assert_eq!(places, (0..len).collect::<Vec<_>>());
+            }
+        }
     }
 }

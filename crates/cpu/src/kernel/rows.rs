@@ -57,3 +57,23 @@ pub(crate) unsafe fn combine<V: Vector>(
         }
     }
 }
+
+/// Whether none of `len` elements is NaN or infinite.
+///
+/// # Safety
+/// The processor has V's instructions; `x` has `len` elements, a whole number of vectors.
+#[inline(always)]
+pub(crate) unsafe fn all_finite<V: Vector>(len: usize, x: *const V::E) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let zero = V::splat(V::E::from_f64(0.0));
+        // 0 · x is NaN for what is not finite.
+        let mut poison = [zero; 4];
+        for first in (0..len).step_by(V::LANES) {
+            let sum = &mut poison[first / V::LANES % 4];
+            *sum = V::load(x.add(first)).fma(zero, *sum);
+        }
+        let sum = poison[0].add(poison[1]).add(poison[2].add(poison[3]));
+        sum.reduce_add() == V::E::from_f64(0.0)
+    }
+}

@@ -10,7 +10,7 @@ use super::pairs::{self, PairBlock, PairKernels, Pairs};
 use super::{Block, Modifiers, dropout, pack, probe, rows, scores, softmax, weighted};
 use crate::backward::kernel::HasBackwardKernels;
 use crate::isa::Isa;
-use crate::simd::{Vector, portable};
+use crate::simd::{Convert, Vector, portable};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{avx2, avx512};
 
@@ -44,6 +44,8 @@ pub(crate) struct TileKernels<A> {
     pub(crate) normalise: unsafe fn(&Block<A>),
     /// [`rows::combine`]: length, a, x, b, y.
     pub(crate) combine: Combine<A>,
+    /// [`rows::all_finite`]: length, x.
+    pub(crate) all_finite: unsafe fn(usize, *const A) -> bool,
     /// What measures the instruction set's ceilings.
     pub(crate) probe: Probe,
 }
@@ -60,6 +62,8 @@ pub(crate) struct Kernels<T: Element> {
     pub(crate) few_products: unsafe fn(&Block<T::Acc>, &Unpacked<T>),
     /// [`few::weighted_values`].
     pub(crate) few_weighted: unsafe fn(&Block<T::Acc>, &Unpacked<T>),
+    /// How many elements those two widen with even and odd ones apart, or 0; see [`few::place`].
+    pub(crate) interleaved: usize,
     /// [`scores::modify`].
     pub(crate) modify: unsafe fn(&Block<T::Acc>, &Modifiers<T>),
     /// [`rows::finish`]: acc, divisor, length, out.
@@ -175,6 +179,7 @@ macro_rules! tile_table {
             normalise(block: &Block<A>) = softmax::normalise::<V>(block);
             combine(len: usize, a: A, x: *mut A, b: A, y: *const A) =
                 rows::combine::<V>(len, a, x, b, y);
+            all_finite(len: usize, x: *const A) -> bool = rows::all_finite::<V>(len, x);
             fma(rounds: usize) -> f64 = probe::fma::<V>(rounds);
             read(from: *const u8, len: usize) -> f64 = probe::read::<V>(from, len);
         }
@@ -191,6 +196,7 @@ macro_rules! tile_table {
             exponentiate,
             normalise,
             combine,
+            all_finite,
             probe: Probe {
                 fma,
                 flops_a_round: (2 * probe::CHAINS * <V as Vector>::LANES) as f64,
@@ -225,6 +231,11 @@ macro_rules! table {
             panels,
             few_products,
             few_weighted,
+            interleaved: if <V as Convert<T>>::INTERLEAVED {
+                2 * <V as Vector>::LANES
+            } else {
+                0
+            },
             modify,
             finish,
             pairs: None,

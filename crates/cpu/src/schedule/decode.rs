@@ -17,7 +17,7 @@ use crate::buffer::Buffer;
 use crate::call::{Call, KvHead};
 use crate::head::Head;
 use crate::kernel::dropout::drop_out;
-use crate::kernel::few::Unpacked;
+use crate::kernel::few::{Unpacked, place};
 use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, max_key_tile, s_stride};
 use crate::packed::KeySource;
 use crate::parallel::{in_order, threads};
@@ -157,7 +157,7 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>, heads: &[KvHead]) -> Resul
                     for other in others {
                         group.join(state(&first[0]), state(other));
                     }
-                    group.finish(state(&first[0]));
+                    group.finish(state(&first[0]), scratch.saved.at());
                 }
             }
         },
@@ -206,6 +206,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
         state: TileState<T::Acc>,
     ) {
         let shape = &self.call.machinery.shape;
+        let interleaved = self.call.machinery.kernels.interleaved;
         let zero = <T::Acc as Element>::from_f64(0.0);
         // SAFETY: the caller's promise; queries of the group exist, and q has room for them.
         unsafe {
@@ -219,7 +220,8 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                     let from = head.q.moved(i, 0);
                     for d in 0..shape.head_dim {
                         let x = from.at.wrapping_offset(d as isize * from.key).read();
-                        to.add(d).write(x.to_acc() * head.scoring.sign);
+                        let to = to.add(place(d, shape.head_dim, interleaved));
+                        to.write(x.to_acc() * head.scoring.sign);
                     }
                 }
             }
@@ -298,23 +300,20 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
             self.each_run(first, &block, q_stride, |run, unpacked| {
                 (kernels.few_weighted)(run, unpacked);
             });
-            let acc = std::slice::from_raw_parts(at.acc, elements);
-            // 0 · x − 0 is NaN for what is not finite: one sum tells whether all is.
-            let zero = <T::Acc as Element>::from_f64(0.0);
-            if acc.iter().fold(zero, |sum, &x| sum + x * zero) == zero {
+            if (kernels.tile.all_finite)(elements, at.acc) {
                 return;
             }
             // Some value is NaN or infinite, or will be. Again, leaving out what is hidden: P anew,
             // such that 0 means hidden, from the maxima that are known.
             std::ptr::copy_nonoverlapping(scratch.saved.at(), at.acc, elements);
-            let mut unused = [zero; MAX_MR];
+            let mut unused = [<T::Acc as Element>::from_f64(0.0); MAX_MR];
             block.careful = true;
             block.l = unused.as_mut_ptr();
             self.scores(&rows, first, &block, q_stride);
             (kernels.tile.exponentiate)(&block);
             self.drop_out(&rows, first, &block);
             self.each_run(first, &block, q_stride, |run, unpacked| {
-                Self::weighted_by_element(run, unpacked);
+                Self::weighted_by_element(run, unpacked, kernels.interleaved);
             });
         }
     }
@@ -420,7 +419,11 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
     ///
     /// # Safety
     /// As [`Self::absorb`].
-    unsafe fn weighted_by_element(block: &Block<T::Acc>, unpacked: &Unpacked<T>) {
+    unsafe fn weighted_by_element(
+        block: &Block<T::Acc>,
+        unpacked: &Unpacked<T>,
+        interleaved: usize,
+    ) {
         for row in 0..block.rows {
             for key in block.lo..block.hi {
                 // SAFETY: the caller's promise.
@@ -430,7 +433,8 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                         continue;
                     }
                     for column in 0..unpacked.head_dim_v {
-                        let acc = block.acc.add(row * block.width + column);
+                        let at = place(column, unpacked.head_dim_v, interleaved);
+                        let acc = block.acc.add(row * block.width + at);
                         let v = unpacked.v.wrapping_offset(key as isize * unpacked.v_step);
                         let v = v.add(column).read().to_acc();
                         acc.write(p.mul_add(v, acc.read()));
@@ -463,12 +467,27 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
     }
 
     /// # Safety
-    /// The state covers the group's rows, which nobody else finishes.
-    unsafe fn finish(&self, state: TileState<T::Acc>) {
+    /// The state covers the group's rows, which nobody else finishes; `room` has a row of Õ.
+    unsafe fn finish(&self, state: TileState<T::Acc>, room: *mut T::Acc) {
+        let machinery = &self.call.machinery;
+        let (width, len) = (machinery.shape.width, machinery.shape.head_dim_v);
+        if machinery.kernels.interleaved != 0 {
+            for row in 0..self.rows() {
+                // SAFETY: the caller's promise; places of `len` elements are below `len`.
+                unsafe {
+                    let acc = state.acc.add(row * width);
+                    std::ptr::copy_nonoverlapping(acc, room, len);
+                    for column in 0..len {
+                        let from = room.add(place(column, len, machinery.kernels.interleaved));
+                        acc.add(column).write(from.read());
+                    }
+                }
+            }
+        }
         for n in 0..self.heads {
             // SAFETY: the caller's promise.
             unsafe {
-                let at = state.row(&self.call.machinery.shape, n * self.seqlen_q);
+                let at = state.row(&machinery.shape, n * self.seqlen_q);
                 self.call
                     .finish(self.at, n, &self.head(n), 0, self.seqlen_q, at, false);
             }

@@ -349,6 +349,15 @@ unsafe impl Convert<f16> for F32x8 {
 
 // SAFETY: 128 bits are 8 bf16.
 unsafe impl Convert<bf16> for F32x8 {
+    const INTERLEAVED: bool = true;
+    #[inline(always)]
+    unsafe fn load_two(from: *const bf16) -> [Self; 2] {
+        isa!({
+            let both = _mm256_loadu_si256(from.cast());
+            let odd = _mm256_and_si256(both, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+            [_mm256_slli_epi32::<16>(both), odd].map(|bits| F32x8(_mm256_castsi256_ps(bits)))
+        })
+    }
     #[inline(always)]
     unsafe fn load_from(from: *const bf16) -> Self {
         isa!({

@@ -353,6 +353,15 @@ unsafe impl Convert<f16> for F32x16 {
 
 // SAFETY: 256 bits are 16 bf16.
 unsafe impl Convert<bf16> for F32x16 {
+    const INTERLEAVED: bool = true;
+    #[inline(always)]
+    unsafe fn load_two(from: *const bf16) -> [Self; 2] {
+        isa!({
+            let both = _mm512_loadu_si512(from.cast());
+            let odd = _mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            [_mm512_slli_epi32::<16>(both), odd].map(|bits| F32x16(_mm512_castsi512_ps(bits)))
+        })
+    }
     #[inline(always)]
     unsafe fn load_from(from: *const bf16) -> Self {
         isa!({

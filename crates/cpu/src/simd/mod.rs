@@ -79,7 +79,8 @@ pub(crate) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
-/// Asks for the cache line at `at` into the second level.
+/// Asks for the cache line at `at`, which need not be readable, in the second level: unlike those of
+/// [`prefetch`], such requests do not hold the few buffers that loads wait in.
 #[inline(always)]
 pub(crate) fn prefetch_far<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -97,6 +98,21 @@ pub(crate) fn prefetch_far<T>(at: *const T) {
 /// # Safety
 /// As [`Vector`]: exactly `LANES` consecutive elements are touched.
 pub(crate) unsafe trait Convert<T: Element>: Vector {
+    /// Whether [`Self::load_two`] sets even and odd elements apart.
+    const INTERLEAVED: bool = false;
+    /// Widens 2 · `LANES` elements: in order, or, if `INTERLEAVED`, the even ones into the first vector
+    /// and the odd ones into the second, which is cheaper where a narrow element is the high half of
+    /// a wide one.
+    #[inline(always)]
+    unsafe fn load_two(from: *const T) -> [Self; 2] {
+        // SAFETY: the caller vouches for 2 · LANES elements behind `from`.
+        unsafe {
+            [
+                Self::load_from(from),
+                Self::load_from(from.add(Self::LANES)),
+            ]
+        }
+    }
     /// Widens `LANES` elements, exactly.
     unsafe fn load_from(from: *const T) -> Self;
     /// Rounds to nearest even.
