@@ -5,13 +5,15 @@
 //! | request | answer |
 //! |---|---|
 //! | `{"op":"hello"}` | name, version, contenders with their dtypes |
-//! | `{"op":"setup","contender","shape":{b,hq,hkv,sq,sk,d,causal},"dtype","dir"}` | `{"ok":true}` |
+//! | `{"op":"setup","contender","shape":{b,hq,hkv,sq,sk,d,causal},"dtype","dir","backward"}` | `{"ok":true}` |
 //! | `{"op":"run","n"}` | `{"ok":true,"seconds":[…]}` |
 //! | `{"op":"output","path"}` | `{"ok":true}`, the output written as raw f32 |
 //! | `{"op":"free"}` | `{"ok":true}` |
 //!
 //! `dir` holds `q.f32`, `k.f32` and `v.f32`, raw little-endian in (batch, heads, rows, head_dim)
-//! order. What cannot be done is answered by `{"ok":false,"error"}`.
+//! order, and `do.f32`, the output's gradient, for `backward`: then `run` times the backward pass
+//! alone, and the output is dQ. A shape may have a `window`: the keys that a row sees before its own,
+//! as `window_left`. What cannot be done is answered by `{"ok":false,"error"}`.
 
 use std::io::{self, BufRead, Write};
 use std::num::NonZeroUsize;
@@ -25,7 +27,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tilewise::half::{bf16, f16};
 use tilewise::{
-    Algorithm, Backend, BackendKind, DType, Element, Inputs, Options, Problem, TensorView,
+    Algorithm, Backend, BackendKind, BackwardInputs, DType, Element, Gradients, Inputs, Options,
+    Problem, TensorView,
 };
 
 use crate::args::select;
@@ -74,6 +77,8 @@ struct WireShape {
     sk: usize,
     d: usize,
     causal: bool,
+    #[serde(default)]
+    window: Option<usize>,
 }
 
 /// One prepared problem.
@@ -110,13 +115,12 @@ fn answer(
 ) -> Result<Value> {
     match request {
         Request::Hello => Ok(hello()),
-        Request::Setup { backward: true, .. } => bail!("no backward"),
         Request::Setup {
             contender,
             shape,
             dtype,
             dir,
-            ..
+            backward,
         } => {
             // The old case's memory goes before the new one's comes.
             *case = None;
@@ -126,6 +130,7 @@ fn answer(
                 shape,
                 &dtype,
                 Path::new(&dir),
+                backward,
             )?);
             Ok(json!({"ok": true}))
         }
@@ -162,7 +167,8 @@ fn hello() -> Value {
             json!({
                 "id": format!("tilewise-{algorithm}"),
                 "dtypes": ["f32", "bf16", "f16"],
-                "backward": false,
+                // The others run core's schedules, which are made to be read: no contenders.
+                "backward": *algorithm == Algorithm::Fa2,
             })
         })
         .collect();
@@ -175,15 +181,16 @@ fn prepare(
     shape: WireShape,
     dtype: &str,
     dir: &Path,
+    backward: bool,
 ) -> Result<Box<dyn Case + Send>> {
     let algorithm: Algorithm = contender
         .strip_prefix("tilewise-")
         .with_context(|| format!("unknown contender {contender:?}"))?
         .parse()?;
     match dtype.parse()? {
-        DType::F32 => Prepared::<f32>::boxed(backend, algorithm, shape, dir),
-        DType::F16 => Prepared::<f16>::boxed(backend, algorithm, shape, dir),
-        DType::BF16 => Prepared::<bf16>::boxed(backend, algorithm, shape, dir),
+        DType::F32 => Prepared::<f32>::boxed(backend, algorithm, shape, dir, backward),
+        DType::F16 => Prepared::<f16>::boxed(backend, algorithm, shape, dir, backward),
+        DType::BF16 => Prepared::<bf16>::boxed(backend, algorithm, shape, dir, backward),
         other => bail!("no inputs of dtype {other}"),
     }
 }
@@ -204,8 +211,9 @@ impl<T: Element> Prepared<T> {
         algorithm: Algorithm,
         shape: WireShape,
         dir: &Path,
+        backward: bool,
     ) -> Result<Box<dyn Case + Send>> {
-        let prepared: Prepared<T> = Prepared {
+        let mut prepared: Prepared<T> = Prepared {
             backend,
             algorithm,
             shape,
@@ -216,7 +224,16 @@ impl<T: Element> Prepared<T> {
         };
         let (problem, _) = prepared.problem()?;
         prepared.backend.supports(&problem, algorithm)?;
-        Ok(Box::new(prepared))
+        if !backward {
+            return Ok(Box::new(prepared));
+        }
+        prepared.backend.supports_backward(&problem, algorithm)?;
+        prepared.call()?;
+        Ok(Box::new(PreparedBackward {
+            dout: read(dir, "do")?,
+            forward: prepared,
+            last: None,
+        }))
     }
 
     fn problem(&self) -> tilewise::Result<(Problem, Inputs<'_, T>)> {
@@ -227,7 +244,8 @@ impl<T: Element> Prepared<T> {
             TensorView::bhsd(&self.k, kv_shape).map_err(|e| e.named("k"))?,
             TensorView::bhsd(&self.v, kv_shape).map_err(|e| e.named("v"))?,
         );
-        let problem = Problem::new(&inputs, &Options::new().causal(s.causal))?;
+        let options = Options::new().causal(s.causal).window_left(s.window);
+        let problem = Problem::new(&inputs, &options)?;
         Ok((problem, inputs))
     }
 }
@@ -255,6 +273,45 @@ impl<T: Element> Case for Prepared<T> {
     fn output(&self) -> Result<Vec<f32>> {
         let outputs = self.last.as_ref().context("nothing has run")?;
         Ok(outputs.out.iter().map(|x| x.to_f64() as f32).collect())
+    }
+}
+
+/// A backward pass: the forward one has run.
+struct PreparedBackward<T> {
+    forward: Prepared<T>,
+    dout: Vec<T>,
+    last: Option<Gradients<T>>,
+}
+
+impl<T: Element> Case for PreparedBackward<T> {
+    fn call(&mut self) -> Result<()> {
+        let last = self.last.take();
+        let (problem, inputs) = self.forward.problem()?;
+        let outputs = self.forward.last.as_ref().context("forward has not run")?;
+        let dout = TensorView::bhsd(&self.dout, problem.dims().out_shape());
+        let given = BackwardInputs::new(
+            inputs,
+            outputs.out_view()?,
+            outputs.lse_view()?,
+            dout.map_err(|e| e.named("do"))?,
+        );
+        let mut gradients = match last {
+            Some(gradients) => gradients,
+            None => Gradients::filled(&problem, &given.inputs, 0.0)?,
+        };
+        self.forward.backend.backward(
+            &problem,
+            &T::erase_backward(given),
+            self.forward.algorithm,
+            T::erase_gradients(gradients.views_mut()?),
+        )?;
+        self.last = Some(gradients);
+        Ok(())
+    }
+
+    fn output(&self) -> Result<Vec<f32>> {
+        let gradients = self.last.as_ref().context("nothing has run")?;
+        Ok(gradients.dq.iter().map(|x| x.to_f64() as f32).collect())
     }
 }
 

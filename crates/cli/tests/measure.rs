@@ -156,7 +156,10 @@ fn the_peer_worker_speaks_the_harness_protocol() {
         let (_, data) = read(&inputs, name);
         std::fs::write(folder.file(&format!("{name}.f32")), le_bytes(&data)).unwrap();
     }
+    let (_, q) = read(&inputs, "q");
+    std::fs::write(folder.file("do.f32"), le_bytes(&q)).unwrap();
     let out = folder.file("o.f32");
+    let dq = folder.file("dq.f32");
     let dir = folder.file("");
     let shape = json!({"b": 1, "hq": 2, "hkv": 1, "sq": 6, "sk": 6, "d": 8, "causal": true});
     let setup = |dtype: &str, backward: bool| {
@@ -170,6 +173,8 @@ fn the_peer_worker_speaks_the_harness_protocol() {
         json!({"op": "run", "n": 3}),
         json!({"op": "output", "path": out}),
         setup("f32", true),
+        json!({"op": "run", "n": 2}),
+        json!({"op": "output", "path": dq}),
         setup("bf16", false),
         json!({"op": "run", "n": 1}),
         json!({"op": "free"}),
@@ -198,7 +203,9 @@ fn the_peer_worker_speaks_the_harness_protocol() {
         .collect();
     assert_eq!(
         ok,
-        [false, true, true, true, false, true, true, true, false]
+        [
+            false, true, true, true, true, true, true, true, true, true, false
+        ]
     );
     assert_eq!(answers[3]["seconds"].as_array().unwrap().len(), 3);
 
@@ -217,6 +224,23 @@ fn the_peer_worker_speaks_the_harness_protocol() {
     );
     let (_, expected) = read(&reference, "o");
     assert_eq!(std::fs::read(&out).unwrap(), le_bytes(&expected));
+
+    let dq: Vec<f32> = std::fs::read(&dq)
+        .unwrap()
+        .chunks_exact(4)
+        .map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]))
+        .collect();
+    assert_eq!(dq.len(), 2 * 6 * 8);
+    // The first row sees one key, whose weight is 1 whatever q is; the others see more.
+    for head in dq.chunks(6 * 8) {
+        assert!(head[..8].iter().all(|x| x.abs() < 1e-6), "{head:?}");
+        assert!(
+            head[8..]
+                .chunks(8)
+                .all(|row| row.iter().any(|x| x.abs() > 1e-4)),
+            "{head:?}"
+        );
+    }
 }
 
 #[test]
