@@ -22,7 +22,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Compare(compare::CompareArgs),
-    Trace(trace::TraceArgs),
+    Trace(Box<trace::TraceArgs>),
     Run(run::RunArgs),
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
@@ -49,7 +49,13 @@ pub(crate) enum Verdict {
 ///
 /// Exit status: 0 on success and if everything compared agrees, 1 if something differs, 2 on any error.
 pub fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    let result = select::check_environment().and_then(|()| run(command));
+    report(result)
+}
+
+fn run(command: Command) -> anyhow::Result<Verdict> {
+    match command {
         Command::Compare(args) => compare::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Run(args) => run::run(&args),
@@ -64,7 +70,10 @@ pub fn main() -> ExitCode {
         #[cfg(feature = "cuda")]
         Command::Kernels(args) => kernels::run(&args),
         Command::PeerWorker(args) => peer_worker::run(&args),
-    };
+    }
+}
+
+fn report(result: anyhow::Result<Verdict>) -> ExitCode {
     match result {
         Ok(Verdict::Agree) => ExitCode::SUCCESS,
         Ok(Verdict::Differ) => ExitCode::from(1),

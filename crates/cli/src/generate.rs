@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::json;
 use tilewise::half::{bf16, f16};
-use tilewise::{DType, Dims, Element};
+use tilewise::{DType, Dims, Element, Problem};
 
 use crate::cli::Verdict;
 use crate::container::{Plain, Tensor, write_safetensors};
@@ -62,6 +62,10 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<Verdict> {
     if args.shape.causal {
         bail!("--shape: causal is said when attention is computed, not in the file");
     }
+    // What is written is what the other commands read.
+    let options = args.shape.options();
+    Problem::dense(args.shape.dims, args.dtype, &options)
+        .with_context(|| format!("--shape {}", args.shape))?;
     match args.dtype {
         DType::F64 => write::<f64>(args),
         DType::F32 => write::<f32>(args),

@@ -26,14 +26,10 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     problem: ProblemArgs,
 
-    /// Backend: auto, cpu, cuda or cuda:N. One asked for by name is never replaced by another
-    #[arg(
-        long,
-        default_value = "auto",
-        env = "TILEWISE_BACKEND",
-        hide_env_values = true
-    )]
-    backend: BackendKind,
+    /// Backend: auto, cpu, cuda or cuda:N. One asked for by name is never replaced by another [default:
+    /// TILEWISE_BACKEND, then auto]
+    #[arg(long)]
+    backend: Option<BackendKind>,
 
     /// Algorithm: auto, standard, fa1 or fa2
     #[arg(long, default_value = "auto")]
@@ -77,9 +73,17 @@ pub(crate) fn run(args: &RunArgs) -> Result<Verdict> {
 }
 
 fn engine(args: &RunArgs) -> Result<Engine> {
+    let backend = match args.backend {
+        Some(backend) => backend,
+        None => match select::backends_of_environment()?[..] {
+            [] => BackendKind::Auto,
+            [one] => one,
+            _ => bail!("TILEWISE_BACKEND: expected one backend, got several"),
+        },
+    };
     match &args.isa {
-        None => Ok(Engine::new(args.backend)?),
-        Some(name) => match args.backend {
+        None => Ok(Engine::new(backend)?),
+        Some(name) => match backend {
             BackendKind::Auto | BackendKind::Cpu => {
                 Ok(Engine::with_backend(BackendKind::Cpu, isa::open_cpu(name)?))
             }

@@ -82,6 +82,30 @@ fn the_example_is_traced_as_json() {
     });
 }
 
+#[test]
+fn the_examples_gradients_are_traced_by_every_algorithm() {
+    let text = stdout(&["trace", "--backward"], 0);
+    assert_narrow(&text);
+    rounded().bind(|| insta::assert_snapshot!("example_backward", text));
+    let file = stdout(&["trace", REAL, "--backward", "--head", "3", "--causal"], 0);
+    assert_narrow(&file);
+    let given = ["--q", "1,0;0,1", "--k", "1,2;3,1", "--v", "1,0;0,1"];
+    let args = [&["trace", "--backward"], &given[..], &["--dout", "1,0;0,0"]].concat();
+    let trace = json(&args, 0);
+    assert_eq!(trace["pass"], "backward");
+    for run in trace["runs"].as_array().unwrap() {
+        let gradients = run["gradients"].as_array().unwrap();
+        let names: Vec<&str> = gradients
+            .iter()
+            .map(|g| g["tensor"].as_str().unwrap())
+            .collect();
+        assert_eq!(names, ["dq", "dk", "dv"]);
+        assert!(gradients.iter().all(|gradient| gradient["pass"] == true));
+    }
+    let wrong = [&["trace", "--backward"], &given[..], &["--dout", "1,0,2"]].concat();
+    assert!(error(&wrong).contains("dout"));
+}
+
 /// A window leaves tiles with no live key and rows with none.
 #[test]
 fn hidden_tiles_and_rows_are_told() {

@@ -8,6 +8,7 @@ use crate::backward::{AnyBackwardInputs, AnyGradientsMut, BackwardReport};
 use crate::error::{Error, Result};
 use crate::online::HostState;
 use crate::problem::Problem;
+use crate::schedule::BlockSizes;
 use crate::view::{TensorView, TensorViewMut};
 
 /// What a backend says of itself.
@@ -46,6 +47,12 @@ pub trait Backend: Send + Sync + Debug {
     /// Memory that a call would take besides inputs and outputs, in bytes (an upper estimate):
     /// O(N²) for [`Algorithm::Standard`], small otherwise.
     fn workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64;
+
+    /// Rows and keys of the tiles in which a forward call walks the scores, where the backend says.
+    fn tile(&self, problem: &Problem, algorithm: Algorithm) -> Option<BlockSizes> {
+        let _ = (problem, algorithm);
+        None
+    }
 
     /// out = softmax(q kᵀ · scale …) v and lse = ln Σ e^s.
     ///

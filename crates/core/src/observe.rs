@@ -179,6 +179,8 @@ pub struct Tile {
 /// Whole tiles, hidden elements included, as a matrix unit does them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Product {
+    /// What it gives or is a share of: S or O; backward S, dV, dP, dQ or dK.
+    pub result: Tensor,
     /// Rows of the result.
     pub rows: usize,
     /// Columns of the result.
@@ -288,6 +290,19 @@ pub struct BackwardStep<'a, F> {
     pub dv: &'a [F],
 }
 
+/// Δ of a block of rows, made before the loops ([`fa2`](crate::schedule::backward::fa2)).
+#[derive(Clone, Copy, Debug)]
+pub struct Delta<'a, F> {
+    /// Position in [`Problem::sequences`](crate::Problem::sequences).
+    pub sequence: usize,
+    /// Query head.
+    pub head: usize,
+    /// Which block of rows.
+    pub row_block: usize,
+    /// `[rows]`.
+    pub values: &'a [F],
+}
+
 /// A row of S, P, dP and dS of [`standard`](crate::schedule::standard)'s backward pass.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientRow<'a, F> {
@@ -368,6 +383,11 @@ pub trait Observer {
     /// A tile has given its share of dQ, dK and dV (backward).
     fn backward_step<F: Float>(&mut self, step: &BackwardStep<'_, F>) {
         let _ = step;
+    }
+
+    /// Δ of a block of rows was made, before the loops ([`fa2`](crate::schedule::backward::fa2)).
+    fn delta<F: Float>(&mut self, delta: &Delta<'_, F>) {
+        let _ = delta;
     }
 
     /// A row of dP became a row of dS ([`standard`](crate::schedule::standard), backward).

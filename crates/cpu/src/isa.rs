@@ -128,7 +128,14 @@ impl Isa {
     /// [`Error::Option`] if it is no name, [`Error::Unavailable`] if the processor lacks it.
     pub fn from_env() -> Result<Isa> {
         match std::env::var(ISA_VARIABLE) {
-            Ok(name) if !name.is_empty() => name.parse::<Isa>()?.checked(),
+            Ok(name) if !name.is_empty() => match name.parse::<Isa>() {
+                Ok(isa) => isa.checked(),
+                Err(_) => Err(Error::option(
+                    ISA_VARIABLE,
+                    "avx512, avx2 or portable",
+                    name,
+                )),
+            },
             _ => Ok(Isa::best()),
         }
     }

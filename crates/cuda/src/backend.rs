@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
     Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
-    BackwardInputs, BackwardReport, DType, Element, Error, ForwardReport, GradientsMut, Inputs,
+    BackwardInputs, BackwardReport, BlockSizes, DType, Element, Error, ForwardReport, GradientsMut, Inputs,
     Problem, Result, RunningState, TensorView, TensorViewMut, gather,
 };
 
@@ -551,6 +551,10 @@ impl Backend for CudaBackend {
             Algorithm::Fa1 => ops::fa1_bytes(problem),
             _ => 0,
         }
+    }
+
+    fn tile(&self, problem: &Problem, algorithm: Algorithm) -> Option<BlockSizes> {
+        crate::tile::of(problem, algorithm, self.shared_limit())
     }
 
     /// Copies q, k and v to the device and out and lse back; device memory goes through

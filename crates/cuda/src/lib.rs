@@ -36,6 +36,7 @@ pub mod records;
 mod sequences;
 mod split;
 pub mod state;
+mod tile;
 pub mod view;
 
 pub use backend::{CudaBackend, CudaOptions};

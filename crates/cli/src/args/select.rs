@@ -13,14 +13,8 @@ use crate::isa;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Selection")]
 pub(crate) struct SelectArgs {
-    /// Backends: auto, cpu, cuda, cuda:N [default: all that this machine has]
-    #[arg(
-        long,
-        value_name = "LIST",
-        value_delimiter = ',',
-        env = "TILEWISE_BACKEND",
-        hide_env_values = true
-    )]
+    /// Backends: auto, cpu, cuda, cuda:N [default: TILEWISE_BACKEND, then all that this machine has]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
     backends: Vec<BackendKind>,
 
     /// Algorithms: standard, fa1, fa2
@@ -74,9 +68,13 @@ impl SelectArgs {
     /// # Errors
     /// If an instruction set is not available here.
     pub(crate) fn lanes(&self) -> Result<Vec<Lane>> {
-        let named = !self.backends.is_empty();
+        let asked = match self.backends.is_empty() {
+            true => backends_of_environment()?,
+            false => self.backends.clone(),
+        };
+        let named = !asked.is_empty();
         let mut kinds = Vec::new();
-        for &kind in &self.backends {
+        for &kind in &asked {
             kinds.push(match kind {
                 BackendKind::Auto => Engine::new(kind)?.kind(),
                 named => named,
@@ -119,6 +117,32 @@ impl SelectArgs {
     }
 }
 
+/// What `TILEWISE_BACKEND` names; nothing if it is unset or empty.
+///
+/// # Errors
+/// If it names something that is no backend.
+pub(crate) fn backends_of_environment() -> Result<Vec<BackendKind>> {
+    let listed = std::env::var("TILEWISE_BACKEND").unwrap_or_default();
+    let names = listed.split(',').map(str::trim);
+    names
+        .filter(|name| !name.is_empty())
+        .map(|name| name.parse().context("TILEWISE_BACKEND"))
+        .collect()
+}
+
+/// Fails if nothing can run, with each backend's reason.
+pub(crate) fn any_available(lanes: &[Lane]) -> Result<()> {
+    if lanes.iter().any(|lane| lane.backend.is_ok()) {
+        return Ok(());
+    }
+    let mut reasons: Vec<String> = lanes
+        .iter()
+        .filter_map(|lane| Some(format!("{}: {}", lane.name, lane.backend.as_ref().err()?)))
+        .collect();
+    reasons.dedup();
+    bail!("no backend can be used here: {}", reasons.join("; "))
+}
+
 /// Fails if a backend that was asked for by name is not available.
 pub(crate) fn all_available(lanes: &[Lane]) -> Result<()> {
     let mut missing: Vec<String> = lanes
@@ -142,6 +166,24 @@ pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
     match text.parse::<NonZeroUsize>() {
         Ok(n) if n.get() <= 4096 => Ok(n),
         _ => Err("expected a number from 1 to 4096".into()),
+    }
+}
+
+/// Refuses a `RAYON_NUM_THREADS` that would not do what it says: rayon takes what is no number for
+/// unset, and starts as many threads as it is told.
+///
+/// # Errors
+/// If it is set to anything but a number up to 4096.
+pub(crate) fn check_environment() -> Result<()> {
+    let Some(text) = std::env::var_os("RAYON_NUM_THREADS") else {
+        return Ok(());
+    };
+    let text = text.to_string_lossy();
+    match text.parse::<usize>() {
+        // 0 and nothing are rayon's own words for as many as there are processors.
+        Ok(n) if n <= 4096 => Ok(()),
+        Err(_) if text.is_empty() => Ok(()),
+        _ => bail!("RAYON_NUM_THREADS: expected a number up to 4096, got {text:?}"),
     }
 }
 

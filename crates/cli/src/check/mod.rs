@@ -75,6 +75,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<cli::Verdict> {
     let (mut lanes, mut passed_over) = (Vec::new(), Vec::new());
     let selected = args.select.lanes()?;
     select::all_available(&selected)?;
+    select::any_available(&selected)?;
     for lane in selected {
         match lane.backend {
             Ok(backend) => lanes.push(OpenLane {
@@ -89,9 +90,6 @@ pub(crate) fn run(args: &CheckArgs) -> Result<cli::Verdict> {
                 }
             }
         }
-    }
-    if lanes.is_empty() {
-        bail!("no backend of this build can be used here; `tilewise devices` says why");
     }
     let progress = ui::progress(sources.len() as u64);
     let mut cases = Vec::with_capacity(sources.len());

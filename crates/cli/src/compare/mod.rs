@@ -91,7 +91,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<Verdict> {
     let available = select::all_available(&lanes);
     if lanes.iter().all(|lane| lane.backend.is_err()) {
         available?;
-        bail!("no backend is available (tilewise devices says why)");
+        select::any_available(&lanes)?;
     }
     let loaded = input::load(&args.tensors, &args.problem)?;
     if args.backward {

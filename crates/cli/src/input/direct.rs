@@ -65,27 +65,33 @@ impl FromStr for Matrix {
     }
 }
 
-/// q, k and v of one head, rounded to `dtype`.
+/// q, k and v of one head, and what arrives at its output, rounded to `dtype`.
 ///
 /// # Errors
 /// If `dtype` is not one that inputs can have.
 pub(crate) fn direct(
     source: &str,
     matrices: [&Matrix; 3],
+    dout: Option<&Matrix>,
     dtype: DType,
     problem: &ProblemArgs,
 ) -> Result<AnyLoaded> {
     Ok(match dtype {
-        DType::F64 => AnyLoaded::F64(typed(source, matrices, problem)),
-        DType::F32 => AnyLoaded::F32(typed(source, matrices, problem)),
-        DType::F16 => AnyLoaded::F16(typed::<f16>(source, matrices, problem)),
-        DType::BF16 => AnyLoaded::BF16(typed::<bf16>(source, matrices, problem)),
+        DType::F64 => AnyLoaded::F64(typed(source, matrices, dout, problem)),
+        DType::F32 => AnyLoaded::F32(typed(source, matrices, dout, problem)),
+        DType::F16 => AnyLoaded::F16(typed::<f16>(source, matrices, dout, problem)),
+        DType::BF16 => AnyLoaded::BF16(typed::<bf16>(source, matrices, dout, problem)),
         other => bail!("--dtype: {other} is not read"),
     })
 }
 
-fn typed<T: Element>(source: &str, matrices: [&Matrix; 3], problem: &ProblemArgs) -> Loaded<T> {
-    let [q, k, v] = matrices.map(|matrix| {
+fn typed<T: Element>(
+    source: &str,
+    matrices: [&Matrix; 3],
+    dout: Option<&Matrix>,
+    problem: &ProblemArgs,
+) -> Loaded<T> {
+    let placed = |matrix: &Matrix| {
         let shape = [1, 1, matrix.rows, matrix.columns];
         let strides = row_major(&shape);
         Placed {
@@ -93,7 +99,8 @@ fn typed<T: Element>(source: &str, matrices: [&Matrix; 3], problem: &ProblemArgs
             shape,
             strides: [strides[0], strides[1], strides[2], strides[3]],
         }
-    });
+    };
+    let [q, k, v] = matrices.map(placed);
     Loaded {
         source: vec![source.into()],
         options: problem.apply(Options::new(), 1),
@@ -106,7 +113,7 @@ fn typed<T: Element>(source: &str, matrices: [&Matrix; 3], problem: &ProblemArgs
         bias: None,
         mask: None,
         keep: None,
-        dout: None,
+        dout: dout.map(placed),
         dlse: None,
         cu_seqlens_q: None,
         cu_seqlens_k: None,

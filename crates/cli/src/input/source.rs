@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use tilewise::DType;
 
 use crate::args::tensors::{TENSORS, TensorArgs};
@@ -103,7 +103,14 @@ impl<'a> Source<'a> {
         }
         match &self.whole {
             // The container's own error names the file and what it holds.
-            Some(whole) => Ok(whole.tensor(self.args.read.name_of(tensor))?),
+            Some(whole) => {
+                let name = self.args.read.name_of(tensor);
+                whole.tensor(name).map_err(|error| {
+                    anyhow!(
+                        "{error}; --name {tensor}=NAME reads {tensor} from a tensor of that name"
+                    )
+                })
+            }
             None => bail!("{tensor}: no file given for it (say {tensor}=FILE.npy)"),
         }
     }

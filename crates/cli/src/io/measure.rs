@@ -6,14 +6,19 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
-use tilewise::core::io_model::{Io, Modifiers};
+use tilewise::core::io_model::Modifiers;
 use tilewise::half::{bf16, f16};
-use tilewise::{Algorithm, Backend, BackendKind, DType, Element, Inputs, Problem, TensorView};
+use tilewise::{
+    Algorithm, Backend, BackendKind, BackwardInputs, DType, Element, Gradients, Inputs, Problem,
+    TensorView,
+};
 
 use super::model::Blocks;
+use super::pass::Pass;
 use super::{Chip, IoArgs, ncu};
 use crate::output::Outputs;
-use crate::{random, ui};
+use crate::random;
+use crate::ui::{self, Grid, plain};
 
 /// One backend and algorithm.
 #[derive(Debug, Serialize)]
@@ -27,57 +32,88 @@ pub(super) struct Measured {
     pub(super) l2_bytes_read: Option<u64>,
     pub(super) l2_bytes_written: Option<u64>,
     pub(super) kernels: Vec<ncu::Kernel>,
-    /// The formula, in tiles as they would be for this processor.
+    /// The formula, read and written, in the tiles that follow.
     pub(super) formula_bytes: u128,
-    /// Why the two differ.
+    pub(super) formula_bytes_read: u128,
+    pub(super) formula_bytes_written: u128,
+    pub(super) tile_rows: usize,
+    pub(super) tile_keys: usize,
+    /// Whether the backend walks these tiles; otherwise they are chosen for its fast memory.
+    pub(super) tiles_of_the_backend: bool,
+    /// Why measurement and formula differ.
     pub(super) note: String,
+}
+
+/// Bytes as MiB.
+fn mib(bytes: f64) -> String {
+    ui::significant(Some(bytes / f64::from(1 << 20)))
+}
+
+/// Read and written.
+fn pair(read: f64, written: f64) -> String {
+    format!("{} + {}", mib(read), mib(written))
 }
 
 impl Measured {
     pub(super) fn text(&self) -> String {
         let mut text = format!("  {} {}: {}\n", self.backend, self.algorithm, self.how);
-        let formula = self.formula_bytes as f64;
-        let mib = |bytes: f64| ui::significant(Some(bytes / f64::from(1 << 20)));
-        let read = self.bytes_read.unwrap_or(0);
-        let written = self.bytes_written.unwrap_or(0);
-        // Writing to a String cannot fail.
-        let _ = if self.bytes_read.is_some() {
-            let all = (read + written) as f64;
-            writeln!(
-                text,
-                "    {} MiB read and {} MiB written in slow memory, {} MiB by formula: {} times it",
-                mib(read as f64),
-                self.bytes_written
-                    .map_or("unknown".into(), |x| mib(x as f64)),
-                mib(formula),
-                ui::significant(Some(all / formula.max(1.0)))
-            )
-        } else {
-            writeln!(text, "    {} MiB by formula", mib(formula))
-        };
-        if let (Some(read), Some(written)) = (self.l2_bytes_read, self.l2_bytes_written) {
-            let _ = writeln!(
-                text,
-                "    {} MiB read and {} MiB written in L2: {} times the formula",
-                mib(read as f64),
-                mib(written as f64),
-                ui::significant(Some((read + written) as f64 / formula.max(1.0)))
-            );
-        }
+        let mut grid = Grid::new(&["", "device memory", "L2"], 1);
         for kernel in &self.kernels {
-            let _ = writeln!(
+            grid.row(&[
+                plain(&kernel.name),
+                plain(pair(kernel.dram_read, kernel.dram_written)),
+                plain(pair(kernel.l2_read, kernel.l2_written)),
+            ]);
+        }
+        if !self.kernels.is_empty() {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "    MiB, read + written");
+            for line in grid.render().lines() {
+                let _ = writeln!(text, "    {line}");
+            }
+        }
+        let (read, written) = (self.formula_bytes_read, self.formula_bytes_written);
+        let _ = writeln!(
+            text,
+            "    by formula {} MiB, in tiles of {} × {}{}",
+            pair(read as f64, written as f64),
+            self.tile_rows,
+            self.tile_keys,
+            match self.tiles_of_the_backend {
+                true => ", which are the kernel's",
+                false => ", chosen for its fast memory",
+            }
+        );
+        for (what, read, written) in [
+            ("slow memory", self.bytes_read, self.bytes_written),
+            ("L2", self.l2_bytes_read, self.l2_bytes_written),
+        ] {
+            let Some(read) = read else { continue };
+            let _ = write!(
                 text,
-                "    {}: {} + {} MiB of device memory, {} + {} MiB of L2 (read + written)",
-                kernel.name,
-                mib(kernel.dram_read),
-                mib(kernel.dram_written),
-                mib(kernel.l2_read),
-                mib(kernel.l2_written)
+                "    {what}: {} the formula's reads",
+                times(read as f64, self.formula_bytes_read)
             );
+            let _ = match written {
+                Some(written) => writeln!(
+                    text,
+                    ", {} its writes",
+                    times(written as f64, self.formula_bytes_written)
+                ),
+                None => writeln!(text, " and writes"),
+            };
         }
         let _ = writeln!(text, "    {}", self.note);
         text
     }
+}
+
+/// So many times the formula.
+fn times(measured: f64, formula: u128) -> String {
+    format!(
+        "{} ×",
+        ui::significant(Some(measured / (formula as f64).max(1.0)))
+    )
 }
 
 /// Every backend of this machine on the problem.
@@ -90,8 +126,16 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
                 BackendKind::Cpu => Chip::cpu(),
                 _ => args.chip()?,
             };
-            let sizes = Blocks::choose(args, &chip, problem).of(algorithm).0;
-            let io = Io::of(problem, algorithm, sizes, Modifiers::default(), true);
+            let own = match args.pass() {
+                Pass::Forward => (known.status.as_ref().ok())
+                    .and_then(|_| tilewise::open(known.kind).ok())
+                    .and_then(|backend| backend.tile(problem, algorithm)),
+                Pass::Backward => None,
+            };
+            let sizes = own.unwrap_or_else(|| Blocks::choose(args, &chip, problem).of(algorithm).0);
+            let formula = args
+                .pass()
+                .formula(problem, algorithm, sizes, Modifiers::default());
             let mut one = Measured {
                 backend: name.clone(),
                 algorithm: algorithm.name(),
@@ -101,19 +145,22 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
                 l2_bytes_read: None,
                 l2_bytes_written: None,
                 kernels: Vec::new(),
-                formula_bytes: io.bytes(),
+                formula_bytes: formula.bytes(),
+                formula_bytes_read: formula.loaded_bytes(),
+                formula_bytes_written: formula.stored_bytes(),
+                tile_rows: sizes.rows(),
+                tile_keys: sizes.keys(),
+                tiles_of_the_backend: own.is_some(),
                 note: format!(
-                    "the formula is for tiles of {} × {} in {} of {}",
-                    sizes.rows(),
-                    sizes.keys(),
+                    "fast memory: {} of {}",
                     ui::bytes(chip.fast_bytes as u64),
                     chip.what
                 ),
             };
             match (&known.status, known.kind) {
                 (Err(reason), _) => one.how = format!("not available: {reason}"),
-                (Ok(_), BackendKind::Cpu) => cpu(problem, algorithm, &mut one)?,
-                (Ok(_), _) => gpu(&name, algorithm, &mut one)?,
+                (Ok(_), BackendKind::Cpu) => cpu(args.pass(), problem, algorithm, &mut one)?,
+                (Ok(_), _) => gpu(args.pass(), &name, algorithm, &mut one)?,
             }
             let absent = known.status.is_err();
             measured.push(one);
@@ -126,7 +173,7 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
     Ok(measured)
 }
 
-fn cpu(problem: &Problem, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
+fn cpu(pass: Pass, problem: &Problem, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
     let caches = tilewise::cpu::Caches::detect();
     let found = format!(
         "caches: {} L1, {} L2 a core, {} L3",
@@ -138,7 +185,7 @@ fn cpu(problem: &Problem, algorithm: Algorithm, one: &mut Measured) -> Result<()
         }
     );
     let backend = tilewise::open(BackendKind::Cpu)?;
-    match cache_misses(|| forward(backend.as_ref(), problem, algorithm))? {
+    match cache_misses(|| call(pass, backend.as_ref(), problem, algorithm))? {
         Ok(misses) => {
             one.how = "last-level cache misses from the processor's counters, 64 bytes each".into();
             one.bytes_read = Some(misses * 64);
@@ -187,9 +234,9 @@ fn cache_misses(_: impl FnOnce() -> Result<()> + Send) -> Result<Result<u64, Str
     Ok(Err("performance counters are read on Linux only".into()))
 }
 
-fn gpu(backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
+fn gpu(pass: Pass, backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
     match ncu::find() {
-        Ok(ncu) => profile(&ncu, backend, algorithm, one),
+        Ok(ncu) => profile(pass, &ncu, backend, algorithm, one),
         Err(reason) => {
             one.how = format!("not measured: {reason}");
             Ok(())
@@ -198,12 +245,18 @@ fn gpu(backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
 }
 
 /// Starts this program again under the profiler, to run one algorithm once.
-fn profile(ncu: &Path, backend: &str, algorithm: Algorithm, one: &mut Measured) -> Result<()> {
+fn profile(
+    pass: Pass,
+    ncu: &Path,
+    backend: &str,
+    algorithm: Algorithm,
+    one: &mut Measured,
+) -> Result<()> {
     let own = std::env::args_os()
         .skip(1)
         .filter(|arg| arg != "--measure" && arg != "--json");
     let output = Command::new(ncu)
-        .args(ncu::ARGUMENTS)
+        .args(ncu::arguments(pass.kernels()))
         .arg(std::env::current_exe().context("this program's own path")?)
         .args(own)
         .arg("--worker")
@@ -233,13 +286,36 @@ fn profile(ncu: &Path, backend: &str, algorithm: Algorithm, one: &mut Measured) 
     one.bytes_written = sum(|k| k.dram_written);
     one.l2_bytes_read = sum(|k| k.l2_read);
     one.l2_bytes_written = sum(|k| k.l2_written);
-    one.note = format!(
-        "the formula has no cache between device memory and the multiprocessors: what L2 holds comes \
-         from device memory once and from L2 each time; {}",
-        one.note
-    );
+    one.note = why(algorithm, one);
     one.kernels = kernels;
     Ok(())
+}
+
+/// Why the counters and the formula differ.
+fn why(algorithm: Algorithm, one: &Measured) -> String {
+    let all = |read: Option<u64>, written: Option<u64>| {
+        read.unwrap_or(0) as f64 + written.unwrap_or(0) as f64
+    };
+    let formula = (one.formula_bytes as f64).max(1.0);
+    let memory = all(one.bytes_read, one.bytes_written) / formula;
+    let mut reasons = vec![if memory < 1.0 {
+        "device memory sees less than the formula, which has no cache: L2 brings what many blocks read \
+         from there once, and what is still in it when a kernel ends is written later"
+    } else {
+        "device memory sees more than the formula: tiles that travel fell out of L2 between two visits, \
+         and memory moves in whole sectors"
+    }];
+    match algorithm.resolve() {
+        Algorithm::Standard => reasons.push(
+            "the kernels keep S in f32 and P in the inputs' type, where the formula has f32 for both, and \
+             walk P v and the softmax in other tiles than S",
+        ),
+        Algorithm::Fa1 => reasons.push(
+            "O, l and m travel between the multiprocessor and L2, which is the formula's traffic",
+        ),
+        _ => reasons.push("K and V travel from L2, once a block of rows, which is the formula's traffic"),
+    }
+    reasons.join("; ")
 }
 
 fn last_line(stdout: &str, stderr: &[u8]) -> String {
@@ -257,20 +333,22 @@ pub(super) fn worker(args: &IoArgs, worker: &str) -> Result<()> {
     };
     let backend = tilewise::open(backend.parse()?)?;
     let problem = super::problem_of_shape(args)?;
-    forward(backend.as_ref(), &problem, algorithm.parse()?)
+    call(args.pass(), backend.as_ref(), &problem, algorithm.parse()?)
 }
 
-fn forward(backend: &dyn Backend, problem: &Problem, algorithm: Algorithm) -> Result<()> {
+/// One call; backward with the forward call that it starts from.
+fn call(pass: Pass, backend: &dyn Backend, problem: &Problem, algorithm: Algorithm) -> Result<()> {
     match problem.dtype() {
-        DType::F64 => forward_as::<f64>(backend, problem, algorithm),
-        DType::F32 => forward_as::<f32>(backend, problem, algorithm),
-        DType::F16 => forward_as::<f16>(backend, problem, algorithm),
-        DType::BF16 => forward_as::<bf16>(backend, problem, algorithm),
+        DType::F64 => call_as::<f64>(pass, backend, problem, algorithm),
+        DType::F32 => call_as::<f32>(pass, backend, problem, algorithm),
+        DType::F16 => call_as::<f16>(pass, backend, problem, algorithm),
+        DType::BF16 => call_as::<bf16>(pass, backend, problem, algorithm),
         other => bail!("--dtype: {other} cannot be run"),
     }
 }
 
-fn forward_as<T: Element>(
+fn call_as<T: Element>(
+    pass: Pass,
     backend: &dyn Backend,
     problem: &Problem,
     algorithm: Algorithm,
@@ -301,6 +379,22 @@ fn forward_as<T: Element>(
         T::erase_mut(out),
         Some(lse),
     )?;
+    if pass == Pass::Backward {
+        let dout = make("do", d.out_shape())?;
+        let given = BackwardInputs::new(
+            inputs,
+            outputs.out_view()?,
+            outputs.lse_view()?,
+            TensorView::bhsd(&dout, d.out_shape())?,
+        );
+        let mut gradients = Gradients::filled(problem, &inputs, 0.0)?;
+        backend.backward(
+            problem,
+            &T::erase_backward(given),
+            algorithm,
+            T::erase_gradients(gradients.views_mut()?),
+        )?;
+    }
     Ok(())
 }
 
@@ -321,6 +415,11 @@ mod tests {
             l2_bytes_written: None,
             kernels: Vec::new(),
             formula_bytes: 1 << 20,
+            formula_bytes_read: 1 << 19,
+            formula_bytes_written: 1 << 19,
+            tile_rows: 128,
+            tile_keys: 64,
+            tiles_of_the_backend: true,
             note: "a note".into(),
         }
     }
@@ -339,7 +438,7 @@ mod tests {
         std::fs::write(&tool, script).unwrap();
         std::fs::set_permissions(&tool, std::fs::Permissions::from_mode(0o755)).unwrap();
         let mut one = nothing();
-        profile(&tool, "cuda:0", Algorithm::Fa2, &mut one).unwrap();
+        profile(Pass::Forward, &tool, "cuda:0", Algorithm::Fa2, &mut one).unwrap();
         one
     }
 
@@ -351,13 +450,21 @@ mod tests {
         assert_eq!(one.l2_bytes_read, Some(8_388_656));
         let text = one.text();
         for part in [
-            "4.01 MiB read and 32.0 MiB written",
-            "36.0 times it",
-            "in L2",
+            "slow memory: 8.02 × the formula's reads, 64.0 × its writes",
+            "L2: 16.0 × the formula's reads",
+            "in tiles of 128 × 64, which are the kernel's",
             "tw_fa2",
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
+    }
+
+    /// What ncu says in a sandbox that keeps the driver's counters from programs.
+    #[test]
+    fn a_profiler_without_the_drivers_library_is_explained() {
+        let one = profiled("==ERROR== LibraryNotLoaded");
+        assert!(one.how.contains("LibraryNotLoaded") && one.how.contains("sandbox"));
+        assert!(one.text().contains("by formula"), "{}", one.text());
     }
 
     #[test]

@@ -15,17 +15,24 @@ const L2_WRITTEN: &str = "lts__t_sectors_srcunit_tex_op_write.sum";
 /// Bytes of a sector, the unit in which L2 counts.
 const SECTOR: f64 = 32.0;
 
-/// What `ncu` is given before the program.
-pub(super) const ARGUMENTS: [&str; 8] = [
+const ARGUMENTS: [&str; 8] = [
     "--csv",
     "--print-units=base",
     "--target-processes=all",
-    "--kernel-name=regex:^tw_(standard|fa)",
+    "--kernel-name=regex:^tw_(KERNELS)",
     "--cache-control=all",
     "--metrics",
     "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_srcunit_tex_op_read.sum,lts__t_sectors_srcunit_tex_op_write.sum",
     "--",
 ];
+
+/// What `ncu` is given before the program, to count kernels whose name begins with one of these.
+pub(super) fn arguments(kernels: &str) -> Vec<String> {
+    ARGUMENTS
+        .iter()
+        .map(|argument| argument.replace("KERNELS", kernels))
+        .collect()
+}
 
 /// Traffic of one kernel launch, in bytes.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -53,6 +53,14 @@ impl Pass {
         }
     }
 
+    /// What the names of its CUDA kernels go on with after `tw_`: alternatives of a regular expression.
+    pub(super) fn kernels(self) -> &'static str {
+        match self {
+            Pass::Forward => "standard|fa|decode|split",
+            Pass::Backward => "bwd",
+        }
+    }
+
     /// Products of matrices a tile.
     pub(super) fn products(self) -> u128 {
         match self {

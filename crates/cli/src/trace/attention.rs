@@ -4,8 +4,9 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use tilewise::core::schedule;
 use tilewise::core::{BlockSizes, Judge, RowSample, fa1_block_sizes, gather};
-use tilewise::{Algorithm, Element, Inputs, Problem};
+use tilewise::{Algorithm, Dropout, Element, Inputs, Problem, keep_mask};
 
+use super::backward::Arriving;
 use super::one_head::{self, Place};
 use super::record::{COLUMNS, Event, Recorder, Rows, Totals};
 use super::{TraceArgs, numbers::Number};
@@ -19,6 +20,8 @@ use crate::ui;
 pub(super) struct AttentionTrace {
     schema: u32,
     kind: &'static str,
+    /// forward, or backward.
+    pub(super) pass: &'static str,
     pub(super) inputs: Vec<String>,
     /// The whole problem.
     pub(super) problem: ProblemFacts,
@@ -59,6 +62,33 @@ pub(super) struct Run {
     pub(super) events_left_out: usize,
     pub(super) totals: Totals,
     pub(super) naive: Option<Difference>,
+    /// How far each gradient is from the naive definition's (backward).
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) gradients: Vec<GradientDifference>,
+}
+
+/// How far a gradient is from the naive definition's.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct GradientDifference {
+    pub(super) tensor: &'static str,
+    pub(super) max_abs_err: Number,
+    pub(super) tolerance: Number,
+    pub(super) pass: bool,
+}
+
+impl Run {
+    /// What was recorded, and nothing of the result yet.
+    pub(super) fn recorded(algorithm: Algorithm, recorder: Recorder) -> Run {
+        Run {
+            algorithm: algorithm.name(),
+            skipped: None,
+            events: recorder.events,
+            events_left_out: recorder.left_out,
+            totals: recorder.totals,
+            naive: None,
+            gradients: Vec::new(),
+        }
+    }
 }
 
 /// How far the result is from the naive definition.
@@ -76,9 +106,9 @@ pub(super) struct Difference {
 impl AttentionTrace {
     /// Whether everything that ran agrees with the definition.
     pub(super) fn agrees(&self) -> bool {
-        (self.runs.iter())
-            .filter_map(|run| run.naive)
-            .all(|naive| naive.pass)
+        let mut forward = self.runs.iter().filter_map(|run| run.naive);
+        let mut backward = self.runs.iter().flat_map(|run| &run.gradients);
+        forward.all(|naive| naive.pass) && backward.all(|one| one.pass)
     }
 }
 
@@ -97,11 +127,26 @@ pub(super) fn trace<T: Element>(args: &TraceArgs, loaded: &Loaded<T>) -> Result<
         batch: args.batch,
         head: args.head,
     };
-    let (inputs, options) = one_head::cut(gathered.problem(), &gathered.inputs(&inputs), place)?;
+    let (whole, given) = gathered.posed(&inputs);
+    // Which weights are dropped depends on the head's place: so it is written down before it is cut out.
+    let kept = match whole.options().get_dropout() {
+        Some(Dropout::Philox { .. }) => keep_mask(whole, &given)?,
+        _ => None,
+    };
+    let (inputs, options) = one_head::cut(whole, &given, kept.as_deref(), place)?;
     let problem = Problem::new(&inputs, &options)?;
     let dims = *problem.dims();
     let sizes = sizes(args, &problem)?;
     let rows = rows(args, sizes, dims.seqlen_q)?;
+
+    let backward = match args.backward {
+        true => Some(Arriving::new(loaded, whole, place)?),
+        false => None,
+    };
+    let backward = match &backward {
+        Some(arriving) => Some(arriving.pass(&problem, inputs, sizes)?),
+        None => None,
+    };
 
     let share = REFERENCE_WORK / problem.flops().max(1.0);
     let judged = ((share * dims.seqlen_q as f64) as usize).max(64);
@@ -109,7 +154,8 @@ pub(super) fn trace<T: Element>(args: &TraceArgs, loaded: &Loaded<T>) -> Result<
     let mut runs = Vec::new();
     for algorithm in &args.algorithms {
         let algorithm = algorithm.resolve();
-        let needed = scores_bytes(&problem);
+        let matrices = if args.backward { 4 } else { 2 };
+        let needed = scores_bytes(&problem, matrices);
         let skipped = (algorithm == Algorithm::Standard && needed > args.memory_limit)
             .then(|| ui::over_limit(needed, args.memory_limit));
         runs.push(match skipped {
@@ -120,15 +166,29 @@ pub(super) fn trace<T: Element>(args: &TraceArgs, loaded: &Loaded<T>) -> Result<
                 events_left_out: 0,
                 totals: Totals::default(),
                 naive: None,
+                gradients: Vec::new(),
+            },
+            None if args.backward => match &backward {
+                Some(backward) => backward.run(algorithm, rows.clone())?,
+                None => continue,
             },
             None => run(algorithm, &problem, &inputs, sizes, rows.clone(), &judge)?,
         });
     }
+    let mut notes = loaded.notes.clone();
+    let group = whole.dims().group();
+    if args.backward && group > 1 {
+        notes.push(format!(
+            "dk and dv are this query head's share: {group} query heads add to those of their head of k \
+             and v"
+        ));
+    }
     Ok(AttentionTrace {
         schema: 1,
         kind: "attention",
+        pass: if args.backward { "backward" } else { "forward" },
         inputs: loaded.source.clone(),
-        problem: ProblemFacts::new(&whole),
+        problem: ProblemFacts::new(whole),
         traced: Traced {
             batch: place.batch,
             head: place.head,
@@ -142,15 +202,15 @@ pub(super) fn trace<T: Element>(args: &TraceArgs, loaded: &Loaded<T>) -> Result<
             columns_shown: COLUMNS,
         },
         runs,
-        notes: loaded.notes.clone(),
+        notes,
     })
 }
 
-/// What `standard` keeps besides inputs and outputs: S and P.
-fn scores_bytes(problem: &Problem) -> u64 {
+/// What `standard` keeps besides inputs and outputs: S and P; backward the slopes and dS too.
+fn scores_bytes(problem: &Problem, matrices: u64) -> u64 {
     let dims = problem.dims();
     let element = problem.dtype().accumulator().size() as u64;
-    (2 * element)
+    (matrices * element)
         .saturating_mul(dims.seqlen_q as u64)
         .saturating_mul(dims.seqlen_k as u64)
 }
@@ -189,7 +249,7 @@ fn run<T: Element>(
     rows: Rows,
     judge: &Judge,
 ) -> Result<Run> {
-    let mut recorder = Recorder::new(sizes, rows);
+    let mut recorder = Recorder::new(algorithm, sizes, rows);
     let mut outputs = Outputs::<T>::new(problem)?;
     outputs.poison();
     let (out, lse) = outputs.views_mut()?;
@@ -204,11 +264,6 @@ fn run<T: Element>(
     )?;
     let comparison = judge.compare(&outputs.out_view()?, Some(&outputs.lse_view()?))?;
     Ok(Run {
-        algorithm: algorithm.name(),
-        skipped: None,
-        events: recorder.events,
-        events_left_out: recorder.left_out,
-        totals: recorder.totals,
         naive: Some(Difference {
             max_abs_err: Number::F64(comparison.max_abs_err),
             tolerance: Number::F64(comparison.tolerance),
@@ -218,5 +273,6 @@ fn run<T: Element>(
             rows: problem.dims().seqlen_q,
             pass: comparison.pass,
         }),
+        ..Run::recorded(algorithm, recorder)
     })
 }

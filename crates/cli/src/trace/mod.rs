@@ -1,6 +1,8 @@
 //! `tilewise trace`: the running state step by step.
 
 mod attention;
+mod backward;
+mod backward_text;
 mod numbers;
 mod one_head;
 mod page;
@@ -25,7 +27,8 @@ use crate::input::{self, AnyLoaded, Matrix};
 use crate::ui;
 use attention::AttentionTrace;
 
-/// Show the running state step by step: of softmax, and of standard attention, FA1 and FA2
+/// Show the running state step by step: of softmax, and of standard attention, FA1 and FA2, forward and
+/// backward
 ///
 /// One head is traced: what each step loads, what the state (m, l, O) becomes, what it stores, and
 /// in the end how far the result is from the naive definition. Without an input, a tiny example of
@@ -37,6 +40,7 @@ use attention::AttentionTrace;
 Examples:
   tilewise trace --softmax 1,3,2                       # safe, online, by blocks
   tilewise trace                                       # the tiny example
+  tilewise trace --backward                            # its gradients
   tilewise trace --q '1,0;0,1' --k '1,2;3,1;0,1' --v '1,0;0,1;1,1' --block-q 1 --block-k 1
   tilewise trace testdata/minilm_layer5_s196.safetensors --head 3 --html trace.html")]
 pub(crate) struct TraceArgs {
@@ -46,7 +50,7 @@ pub(crate) struct TraceArgs {
         value_name = "NUMBERS",
         value_delimiter = ',',
         allow_hyphen_values = true,
-        conflicts_with_all = ["inputs", "q", "k", "v", "html", "algorithms"],
+        conflicts_with_all = ["inputs", "q", "k", "v", "html", "algorithms", "backward"],
         help_heading = "Softmax"
     )]
     softmax: Vec<f64>,
@@ -79,6 +83,14 @@ pub(crate) struct TraceArgs {
     /// Values likewise
     #[arg(long, value_name = "MATRIX", allow_hyphen_values = true, conflicts_with = "inputs", requires_all = ["q", "k"], help_heading = "Input")]
     v: Option<Matrix>,
+
+    /// Trace the backward pass: from dout, the gradient that arrives at the output, to dq, dk and dv
+    #[arg(long)]
+    backward: bool,
+
+    /// The gradient that arrives, likewise [default: `do` of the files, or seeded numbers]
+    #[arg(long, value_name = "MATRIX", allow_hyphen_values = true, conflicts_with = "inputs", requires_all = ["backward", "q", "k", "v"], help_heading = "Input")]
+    dout: Option<Matrix>,
 
     #[command(flatten)]
     problem: ProblemArgs,
@@ -132,9 +144,10 @@ pub(crate) struct TraceArgs {
     #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = ui::parse_bytes, help_heading = "Selection")]
     memory_limit: u64,
 
-    /// Steps of each algorithm that are printed: a number, or all. JSON and HTML have every step
-    #[arg(long, value_name = "N", default_value = "12", value_parser = parse_steps, help_heading = "Output")]
-    steps: usize,
+    /// Steps of each algorithm that are printed: a number, or all [default: 12; backward 32]. JSON and HTML
+    /// have every step
+    #[arg(long, value_name = "N", value_parser = parse_steps, help_heading = "Output")]
+    steps: Option<usize>,
 
     /// Also write an animation: one HTML file that needs nothing else
     #[arg(long, value_name = "FILE.html", help_heading = "Output")]
@@ -175,6 +188,8 @@ const EXAMPLE: [&str; 3] = [
     "1,0; 0,1; 1,1; 2,0; 0,2; 1,-1",
 ];
 
+const EXAMPLE_DOUT: &str = "1,0; 0,1; 1,-1; -1,2";
+
 pub(crate) fn run(args: &TraceArgs) -> Result<Verdict> {
     if !args.softmax.is_empty() {
         let trace = softmax::trace(&args.softmax, args.block.get());
@@ -193,7 +208,8 @@ pub(crate) fn run(args: &TraceArgs) -> Result<Verdict> {
     if args.json {
         ui::print_json(&trace)?;
     } else {
-        ui::print(&text::render(&trace, args.steps))?;
+        let steps = args.steps.unwrap_or(if args.backward { 32 } else { 12 });
+        ui::print(&text::render(&trace, steps))?;
     }
     if trace.runs.iter().all(|run| run.skipped.is_some()) {
         bail!("nothing ran: every algorithm was skipped");
@@ -217,12 +233,15 @@ fn trace(args: &TraceArgs) -> Result<AttentionTrace> {
 fn load(args: &TraceArgs) -> Result<AnyLoaded> {
     let dtype = args.read.dtype.unwrap_or(DType::F32);
     if let (Some(q), Some(k), Some(v)) = (&args.q, &args.k, &args.v) {
-        return input::direct("command line", [q, k, v], dtype, &args.problem);
+        let dout = args.dout.as_ref();
+        return input::direct("command line", [q, k, v], dout, dtype, &args.problem);
     }
     if args.inputs.is_empty() {
-        let parse = |text: &str| text.parse().map_err(anyhow::Error::msg);
-        let [q, k, v]: [Matrix; 3] = [parse(EXAMPLE[0])?, parse(EXAMPLE[1])?, parse(EXAMPLE[2])?];
-        return input::direct("built-in example", [&q, &k, &v], dtype, &args.problem);
+        let parse = |text: &str| -> Result<Matrix> { text.parse().map_err(anyhow::Error::msg) };
+        let [q, k, v] = [parse(EXAMPLE[0])?, parse(EXAMPLE[1])?, parse(EXAMPLE[2])?];
+        let dout = parse(EXAMPLE_DOUT)?;
+        let name = "built-in example";
+        return input::direct(name, [&q, &k, &v], Some(&dout), dtype, &args.problem);
     }
     let tensors = TensorArgs {
         inputs: args.inputs.clone(),

@@ -4,8 +4,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::Serialize;
+use tilewise::Algorithm;
 use tilewise::core::mask::Live;
-use tilewise::core::observe::{Finish, Operation, Product, Step, Tile, Transfer, Weights};
+use tilewise::core::observe::{
+    BackwardStep, Delta, Finish, GradientFinish, GradientRow, Operation, Product, Step, Tensor,
+    Tile, Transfer, Weights,
+};
 use tilewise::core::{BlockSizes, Float, Observer};
 
 use super::numbers::{Number, first};
@@ -26,8 +30,9 @@ pub(super) enum Event {
         tile: TileAt,
         rows_shown: Vec<ScoreRow>,
     },
-    /// One of the two products of a tile.
+    /// A product of a tile: S and O; backward S, dv, dP, dq and dk.
     Product {
+        result: &'static str,
         row_block: usize,
         key_block: usize,
         rows: usize,
@@ -58,6 +63,34 @@ pub(super) enum Event {
         row_block: usize,
         rows: [usize; 2],
         rows_shown: Vec<FinalRow>,
+    },
+    /// Δ of a block of rows, before the loops (FA2, backward).
+    Delta {
+        row_block: usize,
+        rows: [usize; 2],
+        rows_shown: Vec<DeltaRow>,
+    },
+    /// A row of dP became one of dS (standard attention, backward).
+    GradientRow {
+        row_block: usize,
+        row: usize,
+        delta: Number,
+        ds: Vec<Number>,
+    },
+    /// P and dS of a tile were made again, and dQ, dK and dV have its shares (FA1, FA2).
+    BackwardStep {
+        #[serde(flatten)]
+        tile: TileAt,
+        rows_shown: Vec<GradientState>,
+        keys_shown: Vec<KeyState>,
+    },
+    /// A block of dq, dk or dv is done.
+    GradientFinish {
+        tensor: &'static str,
+        block: usize,
+        /// Rows of dq, keys of dk and dv.
+        rows: [usize; 2],
+        rows_shown: Vec<GradientLine>,
     },
 }
 
@@ -143,6 +176,54 @@ pub(super) struct FinalRow {
     pub(super) lse: Number,
 }
 
+/// Δ of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(super) struct DeltaRow {
+    pub(super) row: usize,
+    pub(super) delta: Number,
+}
+
+/// A row of a tile, backward.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct GradientState {
+    pub(super) row: usize,
+    /// FA1's m and ℓ: P = e^(S − m)/ℓ.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub(super) pair: Option<PairRow>,
+    /// FA2's L: P = e^(S − L).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) lse: Option<Number>,
+    pub(super) delta: Number,
+    pub(super) s: Vec<Number>,
+    pub(super) p: Vec<Number>,
+    pub(super) dp: Vec<Number>,
+    pub(super) ds: Vec<Number>,
+    /// dQ with this tile's share.
+    pub(super) dq: Vec<Number>,
+}
+
+/// m and ℓ of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(super) struct PairRow {
+    pub(super) m: Number,
+    pub(super) l: Number,
+}
+
+/// dK and dV of a key with this tile's share.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct KeyState {
+    pub(super) key: usize,
+    pub(super) dk: Vec<Number>,
+    pub(super) dv: Vec<Number>,
+}
+
+/// A row of a finished gradient.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct GradientLine {
+    pub(super) row: usize,
+    pub(super) values: Vec<Number>,
+}
+
 /// What crossed between slow and fast memory of one tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Traffic {
@@ -162,6 +243,9 @@ pub(super) struct Totals {
     pub(super) exponentials: usize,
     pub(super) rescales: usize,
     pub(super) divisions: usize,
+    /// Elements of dS, and terms of the sums that Δ is (backward).
+    pub(super) score_gradients: usize,
+    pub(super) delta_terms: usize,
     /// Tiles computed and tiles passed over (FA1, FA2).
     pub(super) tiles: usize,
     pub(super) tiles_skipped: usize,
@@ -192,6 +276,7 @@ struct Where {
 
 /// Keeps the events of one run over one head.
 pub(super) struct Recorder {
+    algorithm: Algorithm,
     sizes: BlockSizes,
     shown: Rows,
     pub(super) events: Vec<Event>,
@@ -204,8 +289,9 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    pub(super) fn new(sizes: BlockSizes, shown: Rows) -> Recorder {
+    pub(super) fn new(algorithm: Algorithm, sizes: BlockSizes, shown: Rows) -> Recorder {
         Recorder {
+            algorithm,
             sizes,
             shown,
             events: Vec::new(),
@@ -243,6 +329,30 @@ impl Recorder {
         });
     }
 
+    fn enter_rows(&mut self, row_block: usize, row: Option<usize>) {
+        self.enter(Where {
+            row_block: Some(row_block),
+            key_block: None,
+            row,
+        });
+    }
+
+    /// Whether the row is among those shown of its block.
+    fn shows(&self, row: usize) -> bool {
+        let start = row / self.sizes.rows() * self.sizes.rows();
+        let shown = self.shown(start..start + self.sizes.rows());
+        shown.contains(&(row - start))
+    }
+
+    /// Which of a tile's keys are shown: as many as of its rows, however those were chosen.
+    fn keys_shown(&self, keys: usize) -> Range<usize> {
+        let count = match &self.shown {
+            Rows::FirstOfBlock(count) => *count,
+            Rows::These(_) => 2,
+        };
+        0..keys.min(count)
+    }
+
     /// Which of `rows` are shown, counted from the first of them.
     fn shown(&self, rows: Range<usize>) -> Range<usize> {
         match &self.shown {
@@ -269,8 +379,19 @@ fn moved(transfer: Transfer) -> Moved {
 
 /// Names the blocks that elements of this tensor lie in: not every tensor has rows and keys.
 fn place(moved: &mut Moved, at: Where) {
-    let keys_only = ["k", "v"].contains(&moved.tensor);
-    let rows_and_keys = ["S", "P", "bias", "mask"].contains(&moved.tensor);
+    let keys_only = ["k", "v", "dk", "dv", "dK", "dV"].contains(&moved.tensor);
+    let rows_and_keys = [
+        "S",
+        "P",
+        "dP",
+        "dS",
+        "slope",
+        "bias",
+        "mask",
+        "keep_mask",
+        "dBias",
+    ]
+    .contains(&moved.tensor);
     if !keys_only {
         moved.row_block = at.row_block;
         moved.row = at.row;
@@ -321,6 +442,7 @@ impl Observer for Recorder {
 
     fn product(&mut self, tile: &Tile, product: Product) {
         let Product {
+            result,
             rows,
             columns,
             inner,
@@ -328,6 +450,7 @@ impl Observer for Recorder {
         self.totals.multiply_adds += rows as u128 * columns as u128 * inner as u128;
         self.enter_tile(tile);
         self.push(Event::Product {
+            result: result.name(),
             row_block: tile.row_block,
             key_block: tile.key_block,
             rows,
@@ -352,14 +475,8 @@ impl Observer for Recorder {
 
     fn weights<F: Float>(&mut self, weights: &Weights<'_, F>) {
         let row_block = weights.row / self.sizes.rows();
-        self.enter(Where {
-            row_block: Some(row_block),
-            key_block: None,
-            row: Some(weights.row),
-        });
-        let start = row_block * self.sizes.rows();
-        let shown = self.shown(start..start + self.sizes.rows());
-        let shown = shown.contains(&(weights.row - start));
+        self.enter_rows(row_block, Some(weights.row));
+        let shown = self.shows(weights.row);
         self.push(Event::Weights {
             row_block,
             row: weights.row,
@@ -374,6 +491,8 @@ impl Observer for Recorder {
             Operation::Exp => ("exp", &mut self.totals.exponentials),
             Operation::Rescale => ("rescale", &mut self.totals.rescales),
             Operation::Divide => ("divide", &mut self.totals.divisions),
+            Operation::ScoreGradient => ("score_gradient", &mut self.totals.score_gradients),
+            Operation::DeltaTerm => ("delta_term", &mut self.totals.delta_terms),
             // Named here as soon as a schedule does another.
             _ => return,
         };
@@ -406,11 +525,7 @@ impl Observer for Recorder {
     }
 
     fn finish<F: Float>(&mut self, finish: &Finish<'_, F>) {
-        self.enter(Where {
-            row_block: Some(finish.row_block),
-            key_block: None,
-            row: None,
-        });
+        self.enter_rows(finish.row_block, None);
         let start = finish.row_block * self.sizes.rows();
         let rows = start..start + finish.lse.len();
         let rows_shown = self
@@ -423,6 +538,108 @@ impl Observer for Recorder {
             .collect();
         self.push(Event::Finish {
             row_block: finish.row_block,
+            rows: [rows.start, rows.end],
+            rows_shown,
+        });
+    }
+
+    fn delta<F: Float>(&mut self, delta: &Delta<'_, F>) {
+        self.enter_rows(delta.row_block, None);
+        let start = delta.row_block * self.sizes.rows();
+        let rows = start..start + delta.values.len();
+        let rows_shown = self
+            .shown(rows.clone())
+            .map(|r| DeltaRow {
+                row: start + r,
+                delta: Number::of(delta.values[r]),
+            })
+            .collect();
+        self.push(Event::Delta {
+            row_block: delta.row_block,
+            rows: [rows.start, rows.end],
+            rows_shown,
+        });
+    }
+
+    fn gradient_row<F: Float>(&mut self, row: &GradientRow<'_, F>) {
+        let row_block = row.row / self.sizes.rows();
+        self.enter_rows(row_block, Some(row.row));
+        let shown = self.shows(row.row);
+        self.push(Event::GradientRow {
+            row_block,
+            row: row.row,
+            delta: Number::of(row.delta),
+            ds: first(row.ds, if shown { COLUMNS } else { 0 }),
+        });
+    }
+
+    fn backward_step<F: Float>(&mut self, step: &BackwardStep<'_, F>) {
+        self.totals.tiles += 1;
+        let (rows, keys) = (step.tile.rows.clone(), step.tile.keys.clone());
+        let of_row = |values, r| first(row(values, r, rows.len()), COLUMNS);
+        let rows_shown = self
+            .shown(rows.clone())
+            .map(|r| {
+                let (a, b) = step.statistics[r];
+                let fa1 = self.algorithm == Algorithm::Fa1;
+                GradientState {
+                    row: rows.start + r,
+                    pair: fa1.then(|| PairRow {
+                        m: Number::of(a),
+                        l: Number::of(b),
+                    }),
+                    lse: (!fa1).then(|| Number::of(a)),
+                    delta: Number::of(step.delta[r]),
+                    s: of_row(step.s, r),
+                    p: of_row(step.p, r),
+                    dp: of_row(step.dp, r),
+                    ds: of_row(step.ds, r),
+                    dq: of_row(step.dq, r),
+                }
+            })
+            .collect();
+        let keys_shown = self
+            .keys_shown(keys.len())
+            .map(|key| KeyState {
+                key: keys.start + key,
+                dk: first(row(step.dk, key, keys.len()), COLUMNS),
+                dv: first(row(step.dv, key, keys.len()), COLUMNS),
+            })
+            .collect();
+        self.push(Event::BackwardStep {
+            tile: step.tile.into(),
+            rows_shown,
+            keys_shown,
+        });
+    }
+
+    fn gradient_finish<F: Float>(&mut self, finish: &GradientFinish<'_, F>) {
+        let of_keys = finish.tensor != Tensor::DQ;
+        let size = if of_keys {
+            self.sizes.keys()
+        } else {
+            self.sizes.rows()
+        };
+        let (rows, block) = (finish.rows.clone(), finish.rows.start / size);
+        self.enter(Where {
+            row_block: (!of_keys).then_some(block),
+            key_block: of_keys.then_some(block),
+            row: None,
+        });
+        let shown = if of_keys {
+            self.keys_shown(rows.len())
+        } else {
+            self.shown(rows.clone())
+        };
+        let rows_shown = shown
+            .map(|r| GradientLine {
+                row: rows.start + r,
+                values: first(row(finish.values, r, rows.len()), COLUMNS),
+            })
+            .collect();
+        self.push(Event::GradientFinish {
+            tensor: finish.tensor.name(),
+            block,
             rows: [rows.start, rows.end],
             rows_shown,
         });

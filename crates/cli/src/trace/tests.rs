@@ -22,7 +22,7 @@ fn args(words: &[&str]) -> TraceArgs {
 
 fn traced(words: &[&str], [q, k, v]: [&Matrix; 3]) -> AttentionTrace {
     let args = args(words);
-    let loaded = crate::input::direct("test", [q, k, v], tilewise::DType::F64, &args.problem);
+    let loaded = crate::input::direct("test", [q, k, v], None, tilewise::DType::F64, &args.problem);
     match loaded.unwrap() {
         AnyLoaded::F64(loaded) => attention::trace(&args, &loaded).unwrap(),
         _ => unreachable!("asked for f64"),
@@ -134,6 +134,59 @@ proptest! {
             prop_assert_eq!(finished, q.len());
             prop_assert_eq!(run.events_left_out, 0);
             prop_assert_eq!((loaded, stored), (run.totals.loaded_bytes, run.totals.stored_bytes));
+        }
+    }
+
+    /// What is recorded of a backward pass adds up: every tile's dS sums to 0 over a row's keys, the
+    /// finished gradients are complete and pass, and FA1 and FA2 agree about every tile.
+    #[test]
+    fn the_traced_gradients_are_the_naive_ones((tensors, blocks, causal) in case()) {
+        let [q, k, v] = &tensors;
+        let words = [
+            format!("--block-q={}", blocks[0]),
+            format!("--block-k={}", blocks[1]),
+            format!("--causal={causal}"),
+            format!("--rows=0..{}", q.len()),
+            "--backward".into(),
+        ];
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let trace = traced(&words, [&matrix(q), &matrix(k), &matrix(v)]);
+        prop_assert!(trace.agrees());
+        let mut tiles: Vec<Vec<f64>> = vec![Vec::new(); 3];
+        for (run, tiles) in trace.runs.iter().zip(&mut tiles) {
+            prop_assert_eq!(run.gradients.len(), 3);
+            let (mut loaded, mut stored, mut finished) = (0, 0, [0; 3]);
+            let mut sums = vec![0.0; q.len()];
+            for event in &run.events {
+                match event {
+                    Event::Load(moved) => loaded += moved.bytes,
+                    Event::Store(moved) => stored += moved.bytes,
+                    Event::BackwardStep { rows_shown, .. } => for row in rows_shown {
+                        prop_assert_eq!(row.pair.is_some(), run.algorithm == "fa1");
+                        for (ds, p) in row.ds.iter().zip(&row.p) {
+                            sums[row.row] += ds.to_f64();
+                            tiles.extend([ds.to_f64(), p.to_f64()]);
+                        }
+                    }
+                    Event::GradientRow { row, ds, .. } => {
+                        sums[*row] += ds.iter().map(|x| x.to_f64()).sum::<f64>();
+                    }
+                    Event::GradientFinish { tensor, rows, .. } => {
+                        let at = ["dq", "dk", "dv"].iter().position(|name| name == tensor);
+                        finished[at.unwrap()] += rows[1] - rows[0];
+                    }
+                    _ => {}
+                }
+            }
+            prop_assert_eq!(finished, [q.len(), k.len(), k.len()]);
+            prop_assert_eq!((loaded, stored), (run.totals.loaded_bytes, run.totals.stored_bytes));
+            if k.len() <= super::record::COLUMNS {
+                prop_assert!(sums.iter().all(|sum| sum.abs() < 1e-10), "{:?}", sums);
+            }
+        }
+        prop_assert_eq!(tiles[1].len(), tiles[2].len());
+        for (a, b) in tiles[1].iter().zip(&tiles[2]) {
+            prop_assert!((a - b).abs() <= 1e-10 * b.abs().max(1.0), "{a} {b}");
         }
     }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::{Result, Write};
 
 use super::attention::{AttentionTrace, Run, Traced};
+use super::backward_text::results as backward_results;
 use super::numbers::{Number, short};
 use super::record::{Event, FinalRow, Moved, ScoreRow, StateRow, TileAt};
 use crate::ui::{self, Grid, Tone, plain};
@@ -40,8 +41,12 @@ fn write(out: &mut String, trace: &AttentionTrace, steps: usize) -> Result {
     for note in &trace.notes {
         writeln!(out, "note: {note}")?;
     }
+    let backward = trace.pass == "backward";
+    if backward {
+        writeln!(out, "backward: from dout to dq, dk and dv")?;
+    }
     for run in &trace.runs {
-        self::run(out, run, traced, steps)?;
+        self::run(out, run, traced, steps, backward)?;
     }
     writeln!(out, "\nBytes between slow and fast memory, this head")?;
     out.push_str(&traffic(trace));
@@ -49,6 +54,10 @@ fn write(out: &mut String, trace: &AttentionTrace, steps: usize) -> Result {
         out,
         "\nArithmetic, and the difference to the naive definition"
     )?;
+    if backward {
+        out.push_str(&backward_results(trace));
+        return Ok(());
+    }
     out.push_str(&results(trace));
     for run in &trace.runs {
         if let Some(naive) = run.naive.filter(|naive| naive.rows_checked < naive.rows) {
@@ -80,8 +89,30 @@ fn idea(algorithm: &str) -> [&'static str; 2] {
     }
 }
 
-fn run(out: &mut String, run: &Run, traced: &Traced, steps: usize) -> Result {
-    let idea = idea(run.algorithm);
+/// Likewise backward.
+fn backward_idea(algorithm: &str) -> [&'static str; 2] {
+    match algorithm {
+        "standard" => [
+            "standard attention: S, P again; dV = P^T dO, dP = dO V^T, dS = P (dP - delta),",
+            "dQ = scale dS K, dK = scale dS^T Q, one after another: P, dP, dS are stored",
+        ],
+        "fa1" => [
+            "fa1: keys outside (j), rows inside (i); P = e^(S - m)/l again in every tile, and",
+            "delta = rowsum(dO * O) too: O is loaded with dO; dQ travels, dK and dV stay",
+        ],
+        _ => [
+            "fa2: delta = rowsum(dO * O) once; then keys outside (j), rows inside (i):",
+            "P = e^(S - L) again, dP = dO V^T, dS = P (dP - delta); dQ travels, dK, dV stay",
+        ],
+    }
+}
+
+fn run(out: &mut String, run: &Run, traced: &Traced, steps: usize, backward: bool) -> Result {
+    let idea = if backward {
+        backward_idea(run.algorithm)
+    } else {
+        idea(run.algorithm)
+    };
     writeln!(out, "\n{}\n{}", idea[0], idea[1])?;
     if let Some(reason) = &run.skipped {
         return writeln!(out, "skipped: {reason}");
@@ -134,6 +165,7 @@ struct Group<'a> {
     tile: Option<TileAt>,
     state: &'a [StateRow],
     finish: Option<(usize, [usize; 2], &'a [FinalRow])>,
+    backward: super::backward_text::Part<'a>,
 }
 
 impl Group<'_> {
@@ -142,6 +174,7 @@ impl Group<'_> {
         self.skip.is_some()
             || self.tile.is_some()
             || self.finish.is_some()
+            || self.backward.is_closed()
             || !self.stores.is_empty()
     }
 }
@@ -153,6 +186,9 @@ fn groups(events: &[Event]) -> Vec<Group<'_>> {
         let opens = match event {
             Event::Load(_) | Event::Skip(_) => group.is_closed() || group.scores.is_some(),
             Event::Finish { .. } => group.is_closed(),
+            Event::GradientFinish { .. } => {
+                group.is_closed() && !group.backward.joins(event, &group.stores)
+            }
             _ => false,
         };
         if opens {
@@ -173,7 +209,12 @@ fn groups(events: &[Event]) -> Vec<Group<'_>> {
                 rows,
                 rows_shown,
             } => group.finish = Some((*row_block, *rows, rows_shown)),
-            Event::Product { .. } | Event::Operations { .. } => {}
+            Event::Operations { .. } => {}
+            Event::Product { .. }
+            | Event::Delta { .. }
+            | Event::GradientRow { .. }
+            | Event::BackwardStep { .. }
+            | Event::GradientFinish { .. } => group.backward.take(event),
         }
     }
     if group.is_closed() || !group.loads.is_empty() {
@@ -190,6 +231,12 @@ fn group(
     last: &BTreeMap<usize, &StateRow>,
 ) -> Result {
     let keys_outside = algorithm == "fa1";
+    if group.backward.speaks() {
+        group.backward.title(out)?;
+        moves(out, "load", &group.loads)?;
+        group.backward.numbers(out, traced.seqlen_k)?;
+        return moves(out, "store", &group.stores);
+    }
     if let Some(tile) = group.skip {
         writeln!(
             out,
@@ -213,10 +260,11 @@ fn group(
     } else if let Some((i, rows, _)) = group.finish {
         writeln!(out, "\n  i={i} (rows {}..{}) done", rows[0], rows[1])?;
     } else if group.loads.is_empty() {
-        writeln!(
-            out,
-            "\n  O = 0, l = 0, m = -inf for every row, in slow memory"
-        )?;
+        let zeros = match group.stores.first() {
+            Some(moved) if moved.tensor == "dQ" => "dQ = 0 for every row, in slow memory",
+            _ => "O = 0, l = 0, m = -inf for every row, in slow memory",
+        };
+        writeln!(out, "\n  {zeros}")?;
     }
     moves(out, "load", &group.loads)?;
     if let Some((_, rows)) = group.scores {
@@ -236,7 +284,7 @@ fn group(
     moves(out, "store", &group.stores)
 }
 
-fn name(tile: TileAt, keys_outside: bool) -> String {
+pub(super) fn name(tile: TileAt, keys_outside: bool) -> String {
     let ([rows, rows_end], [keys, keys_end]) = (tile.rows, tile.keys);
     let (i, j) = (tile.row_block, tile.key_block);
     if keys_outside {
@@ -246,7 +294,7 @@ fn name(tile: TileAt, keys_outside: bool) -> String {
     }
 }
 
-fn size(bytes: usize) -> String {
+pub(super) fn size(bytes: usize) -> String {
     if bytes < 100_000 {
         format!("{bytes} B")
     } else {
@@ -270,11 +318,20 @@ fn moves(out: &mut String, verb: &str, moved: &[&Moved]) -> Result {
         .into_iter()
         .map(|(tensor, bytes)| format!("{tensor} {}", size(bytes)))
         .collect();
-    writeln!(out, "    {verb:<5} {}", list.join(", "))
+    let mut line = format!("    {verb:<5} ");
+    for (n, moved) in list.iter().enumerate() {
+        let more = if n + 1 < list.len() { ", " } else { "" };
+        if line.chars().count() + moved.chars().count() + more.trim().len() > 80 {
+            writeln!(out, "{}", line.trim_end())?;
+            line = " ".repeat(10);
+        }
+        write!(line, "{moved}{more}")?;
+    }
+    writeln!(out, "{line}")
 }
 
 /// A named row of numbers; `of` is how many there are, where that is known.
-fn numbers(out: &mut String, name: &str, values: &[Number], of: usize) -> Result {
+pub(super) fn numbers(out: &mut String, name: &str, values: &[Number], of: usize) -> Result {
     let listed: String = (values.iter())
         .map(|x| format!(" {}", short(x.to_f64())))
         .take(7)
@@ -414,7 +471,7 @@ fn traffic(trace: &AttentionTrace) -> String {
 }
 
 /// A count in at most seven columns.
-fn count(n: usize) -> String {
+pub(super) fn count(n: usize) -> String {
     if n < 10_000_000 {
         n.to_string()
     } else {

@@ -55,6 +55,7 @@ impl Observer for Tally {
             rows,
             columns,
             inner,
+            ..
         } = product;
         self.io.work.products += 1;
         self.io.work.multiply_adds += rows as u128 * columns as u128 * inner as u128;

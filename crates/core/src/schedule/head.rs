@@ -228,6 +228,7 @@ impl<T: Element> Head<'_, '_, T> {
         observer.product(
             tile,
             Product {
+                result: Tensor::S,
                 rows: tile.rows.len(),
                 columns: tile.keys.len(),
                 inner: self.problem.dims().head_dim,
@@ -241,6 +242,7 @@ impl<T: Element> Head<'_, '_, T> {
         observer.product(
             tile,
             Product {
+                result: Tensor::O,
                 rows: tile.rows.len(),
                 columns: self.problem.dims().head_dim_v,
                 inner: tile.keys.len(),

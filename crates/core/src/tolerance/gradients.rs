@@ -14,12 +14,12 @@
 //!
 //! ```text
 //! P:   P · (e^ε − 1), at most 1, with ε = u_acc (C1 + C2 (Σ|q·k·scale| + |L|)) and its mean over the row
-//! dP:  u_acc · CG · (Σ|dO·v| + Σ P Σ|dO·v| + |dlse|) + 2 u · Σ P Σ|dO·v|
+//! dP:  u_acc · CG · (Σ|dO·v| + Σ P Σ|dO·v| + |dlse|) + 2 u · Σ P Σ|dO·v| + smallest subnormal · Σ|dO|
 //! dS:  error of P · |dP − Δ| + P · error of dP
 //! ```
 //!
-//! The last part of dP's is Δ = rowsum(dO ∘ O), which is made from an output that was rounded to the
-//! dtype. Under a softcap dS may further be off by what its slope is: the slope changes by less than
+//! The last two parts of dP's are Δ = rowsum(dO ∘ O), which is made from an output that was rounded to
+//! the dtype; beside a sink that takes nearly everything it may be below the smallest number there. Under a softcap dS may further be off by what its slope is: the slope changes by less than
 //! the error of a score over the cap.
 
 use num_traits::Float as _;
@@ -101,7 +101,13 @@ fn bound_row<T: Element>(
     };
     let error_of = |term: &Term| u_acc * (C1 + C2 * (term.magnitude + lse));
     let mean: f64 = terms.terms.iter().map(|term| term.p * error_of(term)).sum();
-    let delta_error = u_acc * CG * (terms.delta_abs + terms.dlse.abs()) + 2.0 * u * terms.delta_abs;
+    let arrived: f64 = (inputs.dout.row(b, h, at))
+        .map(|x| x.to_f64().abs())
+        .filter(|x| x.is_finite())
+        .sum();
+    let delta_error = u_acc * CG * (terms.delta_abs + terms.dlse.abs())
+        + 2.0 * u * terms.delta_abs
+        + smallest_subnormal(T::DTYPE) * arrived;
     let scale = problem.softmax_scale().abs();
     let mut scratch = Vec::new();
     for term in &terms.terms {

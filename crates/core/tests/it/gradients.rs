@@ -339,6 +339,27 @@ fn pages_without_rows_have_gradients() {
     check_case::<f32>(&case).unwrap();
 }
 
+/// Sinks that take nearly everything leave an output below the smallest f16, and Δ is made from it.
+#[test]
+fn an_output_below_its_types_smallest_number_is_allowed_for() {
+    let dims = Dims {
+        batch: 1,
+        num_heads: 4,
+        num_kv_heads: 2,
+        seqlen_q: 11,
+        seqlen_k: 6,
+        head_dim: 9,
+        head_dim_v: 11,
+    };
+    let case = Case {
+        sinks: true,
+        magnitude: 12.0,
+        blocks: (1, 1),
+        ..Case::dense(4455114292547043615, dims)
+    };
+    check_case::<f16>(&case).unwrap();
+}
+
 /// A packed batch has the gradients of its sequences, bit for bit.
 #[test]
 fn packed_sequences_have_their_own_gradients() {

@@ -41,8 +41,7 @@ const SINGLE: &[Tile] = &[
     tile(256, 1, 16, false),
 ];
 
-/// The variant for `spec` within `limit` bytes of shared memory.
-pub fn variant(spec: &Spec, limit: u32) -> Option<Variant> {
+fn choose(spec: &Spec, limit: u32) -> Option<(&'static Tile, u32)> {
     let table = if spec.dtype == DType::F32 {
         SINGLE
     } else {
@@ -53,9 +52,22 @@ pub fn variant(spec: &Spec, limit: u32) -> Option<Variant> {
     let shared = |tile: &Tile| {
         2 * (tile.warps * tile.keys + ROWS) * row + tile.warps * ROWS * (spec.padded + 4) * 4
     };
-    let tile = table
+    table
         .iter()
-        .find(|tile| spec.padded <= tile.up_to && shared(tile) + tile.warps * ROWS * 8 <= limit)?;
+        .map(|tile| (tile, shared(tile)))
+        .find(|&(tile, shared)| {
+            spec.padded <= tile.up_to && shared + tile.warps * ROWS * 8 <= limit
+        })
+}
+
+/// Query rows a step and keys a block of the variant for `spec`.
+pub fn tile_of(spec: &Spec, limit: u32) -> Option<(u32, u32)> {
+    choose(spec, limit).map(|(tile, _)| (ROWS, tile.warps * tile.keys))
+}
+
+/// The variant for `spec` within `limit` bytes of shared memory.
+pub fn variant(spec: &Spec, limit: u32) -> Option<Variant> {
+    let (tile, shared) = choose(spec, limit)?;
     Some(Variant::new(
         Family::Fa1,
         "tw_fa1",
@@ -67,6 +79,6 @@ pub fn variant(spec: &Spec, limit: u32) -> Option<Variant> {
             ("KVREG", i32::from(tile.kvreg)),
         ],
         tile.warps * 32,
-        shared(tile),
+        shared,
     ))
 }

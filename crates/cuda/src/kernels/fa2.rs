@@ -108,3 +108,8 @@ pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
 pub fn rows(spec: &Spec, limit: u32) -> Option<u32> {
     choose(spec, limit).map(|(tile, _)| tile.warps * tile.wm * 16)
 }
+
+/// Query rows a block and keys a tile of the variant for `spec`.
+pub fn tile_of(spec: &Spec, limit: u32) -> Option<(u32, u32)> {
+    choose(spec, limit).map(|(tile, _)| (tile.warps * tile.wm * 16, tile.bn))
+}

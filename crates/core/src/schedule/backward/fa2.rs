@@ -14,7 +14,7 @@ use crate::backward::{BackwardInputs, GradientsMut};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
 use crate::mask::Live;
-use crate::observe::{NoObserver, Observer, Operation, Tensor};
+use crate::observe::{Delta, NoObserver, Observer, Operation, Tensor};
 use crate::problem::Problem;
 
 /// The gradients of `problem`, with tiles of `sizes`. Every element is written.
@@ -95,12 +95,18 @@ pub(super) fn tiled<T: Element>(
         let mut deltas = vec![zero; group.len() * seqlen_q];
         observer.store(transfer::<T::Acc>(Tensor::DQSum, dq.len()));
         for (n, head) in group.iter().enumerate() {
-            for (_, rows) in blocks(seqlen_q, sizes.rows()) {
+            for (i, rows) in blocks(seqlen_q, sizes.rows()) {
                 // The sinks' gradients need Δ whoever makes it when; FA1 makes it in the loops.
                 let silent = &mut NoObserver;
                 if delta_once {
                     arrived.load_dout(inputs, head, &rows, observer);
                     arrived.delta(inputs, head, &rows, observer, &mut delta);
+                    observer.delta(&Delta {
+                        sequence: head.sequence_index(),
+                        head: head.index(),
+                        row_block: i,
+                        values: &delta,
+                    });
                     observer.store(transfer::<T::Acc>(Tensor::Delta, rows.len()));
                 } else {
                     arrived.load_dout(inputs, head, &rows, silent);

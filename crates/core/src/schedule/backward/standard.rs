@@ -10,7 +10,7 @@ use super::{Arrived, Shared, prepare, store_rows};
 use crate::backward::{BackwardInputs, GradientsMut};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
-use crate::observe::{GradientRow, Observer, Operation, Product, Tensor, Tile, Transfer};
+use crate::observe::{GradientRow, Observer, Operation, Product, Tensor, Tile, Transfer, Weights};
 use crate::problem::Problem;
 use crate::tile::{add_scaled, dot};
 use crate::view::TensorViewMut;
@@ -127,10 +127,19 @@ impl<T: Element> Matrices<T> {
         for (row, lse) in self.lse.iter_mut().enumerate() {
             let at = row * self.keys..(row + 1) * self.keys;
             observer.load(transfer::<T::Acc>(Tensor::S, self.keys));
-            let (m, l) = softmax_row(&spec, &self.s[at.clone()], &mut self.p[at]);
+            let p = &mut self.p[at.clone()];
+            let (m, l) = softmax_row(&spec, &self.s[at], p);
             *lse = log_sum(m, l);
             observer.operations(Operation::Exp, self.keys);
             observer.operations(Operation::Divide, self.keys);
+            observer.weights(&Weights {
+                sequence: head.sequence_index(),
+                head: head.index(),
+                row,
+                m,
+                l,
+                p,
+            });
             observer.store(transfer::<T::Acc>(Tensor::P, self.keys));
         }
     }
@@ -164,7 +173,7 @@ impl<T: Element> Matrices<T> {
                         }
                     }
                 }
-                report(&tile, [keys.len(), width, rows.len()], observer);
+                report(&tile, Tensor::DV, [keys.len(), width, rows.len()], observer);
             }
             sum.store(dv, head, &keys, observer);
         }
@@ -197,7 +206,12 @@ impl<T: Element> Matrices<T> {
                         }
                     }
                 }
-                report(&tile, [rows.len(), tile.keys.len(), width], observer);
+                report(
+                    &tile,
+                    Tensor::DP,
+                    [rows.len(), tile.keys.len(), width],
+                    observer,
+                );
                 let elements = rows.len() * tile.keys.len();
                 observer.store(transfer::<T::Acc>(Tensor::DP, elements));
             }
@@ -285,7 +299,12 @@ impl<T: Element> Matrices<T> {
                 }
                 observer.load(transfer::<T::Acc>(Tensor::DS, ds.len()));
                 self.report_slopes(ds.len(), |moved| observer.load(moved));
-                report(&tile, [rows.len(), d, tile.keys.len()], observer);
+                report(
+                    &tile,
+                    Tensor::DQ,
+                    [rows.len(), d, tile.keys.len()],
+                    observer,
+                );
                 shared.add_bias(head, &tile, &ds, observer);
             }
             store_rows(dq, head, &rows, &sum, Tensor::DQ, observer);
@@ -322,7 +341,7 @@ impl<T: Element> Matrices<T> {
                 let elements = rows.len() * keys.len();
                 observer.load(transfer::<T::Acc>(Tensor::DS, elements));
                 self.report_slopes(elements, |moved| observer.load(moved));
-                report(&tile, [keys.len(), d, rows.len()], observer);
+                report(&tile, Tensor::DK, [keys.len(), d, rows.len()], observer);
             }
             sum.store(dk, head, &keys, observer);
         }
@@ -380,10 +399,16 @@ impl<A: Float> Summed<A> {
     }
 }
 
-fn report(tile: &Tile, [rows, columns, inner]: [usize; 3], observer: &mut impl Observer) {
+fn report(
+    tile: &Tile,
+    result: Tensor,
+    [rows, columns, inner]: [usize; 3],
+    observer: &mut impl Observer,
+) {
     observer.product(
         tile,
         Product {
+            result,
             rows,
             columns,
             inner,

@@ -3,7 +3,7 @@
 use super::super::head::{Chip, Head};
 use crate::dtype::{Element, Float};
 use crate::error::Result;
-use crate::observe::{BackwardStep, Observer, Operation, Product, Tile};
+use crate::observe::{BackwardStep, Observer, Operation, Product, Tensor, Tile};
 use crate::tile::{TileBlock, TileSpec, add_scaled, dot};
 
 /// What a tile's rows bring: P = `weight(statistic, s)`, dO and Δ.
@@ -103,16 +103,17 @@ fn report<F>(
     observer: &mut impl Observer,
 ) {
     let (rows, keys) = (tile.rows.len(), block.keys.len());
-    for (rows, columns, inner) in [
-        (rows, keys, d),
-        (keys, dv, rows),
-        (rows, keys, dv),
-        (rows, d, keys),
-        (keys, d, rows),
+    for (result, rows, columns, inner) in [
+        (Tensor::S, rows, keys, d),
+        (Tensor::DV, keys, dv, rows),
+        (Tensor::DP, rows, keys, dv),
+        (Tensor::DQ, rows, d, keys),
+        (Tensor::DK, keys, d, rows),
     ] {
         observer.product(
             tile,
             Product {
+                result,
                 rows,
                 columns,
                 inner,
