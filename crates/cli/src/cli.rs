@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::args::select;
 use crate::{
     bench, check, compare, devices, generate, io as io_command, peer_worker, report, run, trace,
 };

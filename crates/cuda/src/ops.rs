@@ -476,7 +476,7 @@ pub(crate) fn launch<B: raw::Block>(
 }
 
 /// Whether q, k and v become pairs of f16 first.
-fn splits(problem: &Problem, algorithm: Algorithm) -> bool {
+pub(crate) fn splits(problem: &Problem, algorithm: Algorithm) -> bool {
     let dims = problem.dims();
     algorithm.resolve() == Algorithm::Fa2
         && problem.dtype() == DType::F32

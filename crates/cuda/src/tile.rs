@@ -7,7 +7,8 @@ use crate::ops;
 
 /// Rows and keys a tile, within `limit` bytes of shared memory; of `standard`, the tile of S.
 pub(crate) fn of(problem: &Problem, algorithm: Algorithm, limit: u32) -> Option<BlockSizes> {
-    let spec = ops::plan(problem, 0, problem.dims().seqlen_k).ok()?.spec;
+    let mut spec = ops::plan(problem, 0, problem.dims().seqlen_k).ok()?.spec;
+    spec.pairs = ops::splits(problem, algorithm.resolve());
     let (rows, keys) = match algorithm.resolve() {
         Algorithm::Standard => {
             let tile = standard::scores_tile(&spec, limit)?;

@@ -194,7 +194,8 @@ fn load_as<T: Element + Plain>(
     let (q, k, v) = (attention("q")?, attention(k_name)?, attention(v_name)?);
     // Heads that do not fit, and would if the axes stood the other way round.
     let fits = |axis: usize| k.shape[axis] > 0 && q.shape[axis] % k.shape[axis] == 0;
-    if args.read.layout == Layout::Bhsd && !paged && !fits(1) && fits(2) {
+    let could_be_bshd = k.shape[1] > 0 && !fits(1) && fits(2);
+    if args.read.layout == Layout::Bhsd && !paged && could_be_bshd {
         return Err(anyhow!(
             "{}: k: {} heads for the {} of q; --layout bshd reads [batch, seqlen, heads, head_dim]",
             source.file_of("k"),

@@ -337,6 +337,11 @@ impl Traffic {
         }
     }
 
+    pub(super) fn elements(&self) -> u128 {
+        let of = |line: &Line| line.read.formula + line.written.formula;
+        self.tensors.iter().map(of).sum()
+    }
+
     pub(super) fn bytes(&self) -> u128 {
         self.bytes_read + self.bytes_written
     }

@@ -195,7 +195,8 @@ fn totals(text: &mut String, report: &Report) {
     if (fa1.block_rows, fa1.block_keys) != (fa2.block_rows, fa2.block_keys) {
         let _ = writeln!(
             text,
-            "  each with its own tiles: fa1 : fa2 = {:.2} : 2 in bytes",
+            "  each with its own tiles: fa1 : fa2 = {:.2} : 2 in elements, {:.2} : 2 in bytes",
+            2.0 * fa1.elements() as f64 / (fa2.elements() as f64).max(1.0),
             2.0 * fa1.bytes() as f64 / (fa2.bytes() as f64).max(1.0)
         );
     }
