@@ -15,7 +15,10 @@ fn redacted() -> insta::Settings {
         (r"(?m)^  cuda:\d+: .*\n", ""),
         (r"(?m)^cuda:0 skipped: .*$", "cuda:0 skipped: [reason]"),
         (r"(?m)^this is a debug build.*\n", ""),
-        (r"\b(avx512|avx2|portable)\b", "[isa]"),
+        (
+            r"\b(amx-emulated|amx|avx512bf16|avx512|avx2|portable)\b",
+            "[isa]",
+        ),
         (r"\d\.\de-\d+", "[err]"),
         (
             r"(\[err\]\s+pass)\s+[\d.]+\s+[\d.]+\s+([\d.]+x|-)\s+[\d.]+ [KMG]?i?B",

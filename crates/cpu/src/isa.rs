@@ -132,7 +132,7 @@ impl Isa {
                 Ok(isa) => isa.checked(),
                 Err(_) => Err(Error::option(
                     ISA_VARIABLE,
-                    "avx512, avx2 or portable",
+                    "amx, avx512bf16, avx512, avx2 or portable",
                     name,
                 )),
             },

@@ -10,8 +10,8 @@ use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
     Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
-    BackwardInputs, BackwardReport, BlockSizes, DType, Element, Error, ForwardReport, GradientsMut, Inputs,
-    Problem, Result, RunningState, TensorView, TensorViewMut, gather,
+    BackwardInputs, BackwardReport, BlockSizes, DType, Element, Error, ForwardReport, GradientsMut,
+    Inputs, Problem, Result, RunningState, TensorView, TensorViewMut, gather,
 };
 
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
