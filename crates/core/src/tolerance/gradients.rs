@@ -139,7 +139,12 @@ fn bound_row<T: Element>(
     }
     let p_error = (terms.sink * (u_acc * (C1 + C2 * lse) + mean).min(700.0).exp_m1()).min(1.0);
     let sink = p_error * terms.delta.abs() + (terms.sink + p_error) * delta_error;
-    bound.dsinks[n] += if terms.sink == 0.0 { 0.0 } else { sink };
+    // dsinks are f32 in every dtype: what the sequences bring is rounded to it before it is summed up.
+    let rounding = DType::F32.unit_roundoff() * terms.sink * terms.delta.abs();
+    bound.dsinks[n] += match terms.sink == 0.0 {
+        true => 0.0,
+        false => sink + rounding,
+    };
 }
 
 /// The backward pass as it is usually written: P, dP and dS rounded to the dtype.
