@@ -107,31 +107,58 @@ impl Philox {
             .map(|word| u64::from(word) >= self.threshold)
     }
 
+    /// [`Self::keeps_four`] of the `N` groups from `group` on: element `[w][n]` is key `w` of group
+    /// `group + n`. A register holds one word of each group, where the compiler makes vectors of it.
+    #[inline(always)]
+    pub fn keeps_many<const N: usize>(&self, row: usize, group: usize) -> [[bool; N]; 4] {
+        let (mut a, mut b) = ([0; N], [row as u32; N]);
+        let (mut c, mut d) = ([self.head; N], [self.offset; N]);
+        for (n, a) in a.iter_mut().enumerate() {
+            *a = (group as u32).wrapping_add(n as u32);
+        }
+        let mut key = self.key;
+        for round in 0..10 {
+            if round > 0 {
+                key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+            }
+            for n in 0..N {
+                [a[n], b[n], c[n], d[n]] = philox_round([a[n], b[n], c[n], d[n]], key);
+            }
+        }
+        [a, b, c, d].map(|words| words.map(|word| u64::from(word) >= self.threshold))
+    }
+
     /// Whether key `key` is kept in row `row`.
     pub fn keeps(&self, row: usize, key: usize) -> bool {
         self.keeps_four(row, key / 4)[key % 4]
     }
 }
 
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
 /// Philox4x32 with ten rounds.
 #[inline(always)]
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-    const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
     for round in 0..10 {
         if round > 0 {
             key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
         }
-        let wide = |n: usize, x: u32| u64::from(MULTIPLIERS[n]) * u64::from(x);
-        let (a, b) = (wide(0, counter[0]), wide(1, counter[2]));
-        counter = [
-            (b >> 32) as u32 ^ counter[1] ^ key[0],
-            b as u32,
-            (a >> 32) as u32 ^ counter[3] ^ key[1],
-            a as u32,
-        ];
+        counter = philox_round(counter, key);
     }
     counter
+}
+
+#[inline(always)]
+fn philox_round(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let wide = |n: usize, x: u32| u64::from(MULTIPLIERS[n]) * u64::from(x);
+    let (a, b) = (wide(0, counter[0]), wide(1, counter[2]));
+    [
+        (b >> 32) as u32 ^ counter[1] ^ key[0],
+        b as u32,
+        (a >> 32) as u32 ^ counter[3] ^ key[1],
+        a as u32,
+    ]
 }
 
 /// The mask that the dropout of `problem` stands for: 1 = kept.
@@ -182,6 +209,26 @@ pub fn keep_mask<T: Element>(problem: &Problem, inputs: &Inputs<'_, T>) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn many_groups_are_what_each_is() {
+        let dropout = Dropout::Philox {
+            p: 0.4,
+            seed: 0x1234_5678_9abc,
+            offset: 7,
+        };
+        let philox = dropout.philox(2, 3, 8).unwrap();
+        for (row, group) in [(0, 0), (17, 5), (1 << 20, u32::MAX as usize - 3)] {
+            let many = philox.keeps_many::<9>(row, group);
+            for n in 0..9 {
+                assert_eq!(
+                    many.map(|word| word[n]),
+                    philox.keeps_four(row, group + n),
+                    "{row} {group} {n}"
+                );
+            }
+        }
+    }
 
     /// Known answers of Random123's kat_vectors.
     #[test]

@@ -10,7 +10,7 @@ use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::pairs::pack::{ODD_KEY, ODD_VALUE};
 use crate::kernel::pairs::{CHUNK, COLUMNS, DEPTH, MOST_ROWS, PairBlock, PairKernels, ROW_STRIDE};
-use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, dropout, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, s_stride};
 use crate::packed::KeySource;
 use crate::shape::{Shape, blocks_of};
 use crate::tile::{Machinery, TileState};
@@ -332,7 +332,7 @@ impl<T: Element> PairTile<'_, T> {
                         s: block.s.add(row * s_stride::<T::Acc>()),
                         ..*block
                     };
-                    dropout::drop_out(&some, &dropping.moved(row, 0));
+                    (kernels.tile.drop_out)(&some, &dropping.moved(row, 0));
                 }
             }
             if block.careful {

@@ -11,7 +11,6 @@ use super::rows::RowTile;
 use crate::buffer::Buffer;
 use crate::call::KvHead;
 use crate::head::{Head, rows_of};
-use crate::kernel::dropout::drop_out;
 use crate::kernel::pack::Rows;
 use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, max_key_tile, s_stride};
 use crate::simd::MAX_LANES;
@@ -305,12 +304,12 @@ impl<T: Element> Call<'_, T> {
                 (self.kernels.tile.products)(&block);
                 let dropping = modifiers.and_then(|modifiers| modifiers.dropout);
                 if let Some(dropping) = &dropping {
-                    drop_out(&block, dropping);
+                    (self.kernels.tile.drop_out)(&block, dropping);
                 }
                 block.s = p;
                 (self.more.grade)(&block, &weights);
                 if let Some(dropping) = &dropping {
-                    drop_out(&block, dropping);
+                    (self.kernels.tile.drop_out)(&block, dropping);
                 }
                 // Whole vectors of any instruction set: what lies outside was not written.
                 let lanes = self.kernels.tile.lanes;

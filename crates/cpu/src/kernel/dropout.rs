@@ -30,11 +30,15 @@ impl<A> Dropping<A> {
     }
 }
 
+/// Groups of four random words that are made at once.
+const GROUPS: usize = 16;
+
 /// Multiplies what each row sees in the strip by 0 or by the scale. What is dropped becomes +0
 /// whatever it was.
 ///
 /// # Safety
 /// The strip is filled where rows see keys; the mask covers the block's rows and those keys.
+#[inline(always)]
 pub(crate) unsafe fn drop_out<A: Float>(block: &Block<A>, dropping: &Dropping<A>) {
     for row in 0..block.rows {
         let (lo, hi) = block.live[row];
@@ -54,14 +58,16 @@ pub(crate) unsafe fn drop_out<A: Float>(block: &Block<A>, dropping: &Dropping<A>
                     let mut key = lo;
                     while key < hi {
                         let at = dropping.key + key;
-                        let four = philox.keeps_four(dropping.row + row, at / 4);
-                        for kept in &four[at % 4..] {
-                            if key == hi {
-                                break;
-                            }
-                            multiply(key, *kept);
-                            key += 1;
+                        let many = philox.keeps_many::<GROUPS>(dropping.row + row, at / 4);
+                        let mut kept = [false; 4 * GROUPS];
+                        for (n, kept) in kept.iter_mut().enumerate() {
+                            *kept = many[n % 4][n / 4];
                         }
+                        let end = hi.min(key + kept.len() - at % 4);
+                        for (key, kept) in (key..end).zip(&kept[at % 4..]) {
+                            multiply(key, *kept);
+                        }
+                        key = end;
                     }
                 }
                 (None, Some(mask)) => {

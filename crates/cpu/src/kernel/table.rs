@@ -42,6 +42,8 @@ pub(crate) struct TileKernels<A> {
     pub(crate) exponentiate: unsafe fn(&Block<A>),
     /// [`softmax::normalise`].
     pub(crate) normalise: unsafe fn(&Block<A>),
+    /// [`dropout::drop_out`].
+    pub(crate) drop_out: unsafe fn(&Block<A>, &dropout::Dropping<A>),
     /// [`rows::combine`]: length, a, x, b, y.
     pub(crate) combine: Combine<A>,
     /// [`rows::all_finite`]: length, x.
@@ -96,7 +98,7 @@ impl<T: Element> Kernels<T> {
         // SAFETY: the caller's promise.
         unsafe {
             if let Some(dropping) = modifiers.and_then(|modifiers| modifiers.dropout.as_ref()) {
-                dropout::drop_out(block, dropping);
+                (self.tile.drop_out)(block, dropping);
             }
             (self.tile.weighted)(block);
         }
@@ -177,6 +179,8 @@ macro_rules! tile_table {
             maxima(block: &Block<A>) = softmax::maxima::<V>(block);
             exponentiate(block: &Block<A>) = softmax::exponentiate::<V>(block);
             normalise(block: &Block<A>) = softmax::normalise::<V>(block);
+            drop_out(block: &Block<A>, dropping: &dropout::Dropping<A>) =
+                dropout::drop_out(block, dropping);
             combine(len: usize, a: A, x: *mut A, b: A, y: *const A) =
                 rows::combine::<V>(len, a, x, b, y);
             all_finite(len: usize, x: *const A) -> bool = rows::all_finite::<V>(len, x);
@@ -195,6 +199,7 @@ macro_rules! tile_table {
             maxima,
             exponentiate,
             normalise,
+            drop_out,
             combine,
             all_finite,
             probe: Probe {

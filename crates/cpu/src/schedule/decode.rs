@@ -16,7 +16,6 @@ use tilewise_core::{Element, Float, Result};
 use crate::buffer::Buffer;
 use crate::call::{Call, KvHead};
 use crate::head::Head;
-use crate::kernel::dropout::drop_out;
 use crate::kernel::few::{Unpacked, place};
 use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, max_key_tile, s_stride};
 use crate::packed::KeySource;
@@ -411,7 +410,12 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                 ..*block
             };
             // SAFETY: the caller's promise.
-            unsafe { drop_out(&part, &dropping.moved(from - n * self.seqlen_q, first)) }
+            unsafe {
+                (self.call.machinery.kernels.tile.drop_out)(
+                    &part,
+                    &dropping.moved(from - n * self.seqlen_q, first),
+                )
+            }
         }
     }
 
