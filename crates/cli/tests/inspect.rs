@@ -223,3 +223,30 @@ fn s_and_p_never_leave_the_chip() {
         assert_eq!(inside(&groups[2]), [""; 0]);
     }
 }
+
+/// The backward kernel adds to dQ inside its loop and stores dk and dv after it: what goes to memory is
+/// not N² numbers.
+#[test]
+fn the_backward_kernel_stores_no_matrix() {
+    if Nvrtc::find(None).is_err() {
+        let _ = writeln!(std::io::stderr(), "SKIPPED: no NVRTC");
+        return;
+    }
+    let report = json(&["inspect", "--backward", "--algorithms", "fa2"], 0);
+    let group = &report["algorithms"][0];
+    assert_eq!(
+        (&group["holds"], &group["name"]),
+        (&true.into(), &"fa2 backward".into())
+    );
+    let stores: Vec<String> = accesses(group)
+        .into_iter()
+        .filter(|access| access.starts_with("store"))
+        .collect();
+    for wanted in ["store dQ inside", "store dk after", "store dv after"] {
+        assert!(stores.iter().any(|access| access == wanted), "{stores:?}");
+    }
+    for matrix in ["S", "P"] {
+        let starts = format!("store {matrix} ");
+        assert!(!stores.iter().any(|access| access.starts_with(&starts)));
+    }
+}

@@ -25,7 +25,8 @@ use crate::ui;
 /// and store is attributed to its tensor, and to its place before, inside or after the loop over keys. With
 /// a disassembler (nvdisasm or cuobjdump, also from PyPI) the machine code is counted too. The verdict:
 /// standard stores S and P and loads them again; fa1 loads and stores O, l and m inside the loop; fa2 stores
-/// out and lse once, after it, and nothing else.
+/// out and lse once, after it, and nothing else. With --backward: fa1 and fa2 add to dQ inside the loop
+/// over rows, store dk and dv after it, and keep S, P, dP and dS; standard stores matrices.
 ///
 /// Given files, PTX or cubins of any origin, it shows the same of them.
 ///
@@ -45,6 +46,10 @@ pub(crate) struct InspectArgs {
         help_heading = "Kernels"
     )]
     algorithms: Vec<Algorithm>,
+
+    /// The kernels of the backward pass
+    #[arg(long, conflicts_with = "files", help_heading = "Kernels")]
+    backward: bool,
 
     /// Architecture: sm_80, sm_90a, …
     #[arg(long, default_value = "sm_80", help_heading = "Kernels")]

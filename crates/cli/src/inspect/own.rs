@@ -5,7 +5,7 @@ use serde::Serialize;
 use tilewise::Algorithm;
 use tilewise::cuda::kernels::{self, Family, Mask, Selection, Variant};
 use tilewise::cuda::nvrtc::Nvrtc;
-use tilewise::cuda::raw::{Args, Tensor};
+use tilewise::cuda::raw::{Args, BackwardArgs, Tensor};
 
 use super::ptx::Pointer;
 use super::{
@@ -88,17 +88,47 @@ const POINTERS: [(usize, &str); 17] = [
     (std::mem::offset_of!(Args, p), "P"),
 ];
 
+const fn tensor(offset: usize) -> usize {
+    offset + std::mem::offset_of!(Tensor, ptr)
+}
+
+/// Names of the pointers that the backward kernels' argument block has after the forward call's, which
+/// stands first in it.
+const BACKWARD_POINTERS: [(usize, &str); 10] = [
+    (tensor(std::mem::offset_of!(BackwardArgs, lse)), "lse"),
+    (tensor(std::mem::offset_of!(BackwardArgs, dlse)), "dlse"),
+    (tensor(std::mem::offset_of!(BackwardArgs, dout)), "dout"),
+    (tensor(std::mem::offset_of!(BackwardArgs, dq)), "dq"),
+    (tensor(std::mem::offset_of!(BackwardArgs, dk)), "dk"),
+    (tensor(std::mem::offset_of!(BackwardArgs, dv)), "dv"),
+    (std::mem::offset_of!(BackwardArgs, lse2), "L"),
+    (std::mem::offset_of!(BackwardArgs, delta), "delta"),
+    (std::mem::offset_of!(BackwardArgs, dq_acc), "dQ"),
+    (std::mem::offset_of!(BackwardArgs, dsinks), "dsinks"),
+];
+
 /// Names for the kernel `entry`; of kernels that are not this project's, none are known.
 pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {
     let own = entry.starts_with("tw_");
+    let more: &[_] = match entry.starts_with("tw_bwd") {
+        true => &BACKWARD_POINTERS,
+        false => &[],
+    };
+    // Its matrices stand where other kernels have their sums.
+    let matrices = entry.starts_with("tw_bwd_standard");
     move |pointer| {
         let offset = usize::try_from(pointer.offset)
             .ok()
             .filter(|_| own && pointer.param == 0)?;
         POINTERS
             .iter()
+            .chain(more)
             .find(|known| known.0 == offset)
-            .map(|known| known.1)
+            .map(|known| match known.1 {
+                "dQ" if matrices => "dP",
+                "O" if matrices => "dX",
+                name => name,
+            })
     }
 }
 
@@ -119,6 +149,51 @@ fn family(algorithm: Algorithm) -> Family {
 }
 
 impl InspectArgs {
+    /// The variants that a backward call of `algorithm` launches, zeros and sinks excepted.
+    fn backward_variants(&self, algorithm: Algorithm) -> Result<Vec<Variant>> {
+        use kernels::backward::{fa1, fa2, standard};
+        let compute = self.compute()?;
+        let limit = kernels::shared_limit(compute);
+        let none = || {
+            format!(
+                "no backward {algorithm} kernel for {} with head_dim {}",
+                self.dtype, self.head_dim
+            )
+        };
+        let padded = kernels::pad(self.head_dim).with_context(none)?;
+        let spec = kernels::Spec {
+            mask: self.mask(),
+            ..kernels::Spec::plain(self.dtype, padded)
+        };
+        let variants: Vec<Option<Variant>> = match algorithm.resolve() {
+            Algorithm::Standard => {
+                use standard::Part;
+                [Part::Scores, Part::Weights, Part::Rows, Part::Keys]
+                    .map(|part| standard::variant(&spec, limit, part, padded))
+                    .into()
+            }
+            Algorithm::Fa1 => {
+                let (variants, _) = fa1::variants(&spec, limit).with_context(none)?;
+                variants.map(Some).into()
+            }
+            _ => vec![
+                fa2::prepare(&spec, limit, compute),
+                fa2::gradients(&spec, limit, compute, true),
+                fa2::store_dq(&spec, limit, compute),
+            ],
+        };
+        let variants: Option<Vec<Variant>> = variants.into_iter().collect();
+        variants.with_context(none)
+    }
+
+    fn mask(&self) -> Mask {
+        match self.mask {
+            MaskArg::Full => Mask::Full,
+            MaskArg::Causal => Mask::Upper,
+            MaskArg::Band => Mask::Band,
+        }
+    }
+
     /// The variants that a call of `algorithm` launches.
     fn variants(&self, algorithm: Algorithm) -> Result<Vec<Variant>> {
         let compute = self.compute()?;
@@ -128,11 +203,7 @@ impl InspectArgs {
             score: false,
             strided: false,
         };
-        let mask = match self.mask {
-            MaskArg::Full => Mask::Full,
-            MaskArg::Causal => Mask::Upper,
-            MaskArg::Band => Mask::Band,
-        };
+        let mask = self.mask();
         let has = |variant: &Variant, name: &str, value: i32| {
             variant
                 .defines
@@ -218,7 +289,11 @@ pub(super) fn inspect(args: &InspectArgs) -> Result<Report> {
     for &algorithm in &args.algorithms {
         let algorithm = algorithm.resolve();
         let mut inspected = Vec::new();
-        for variant in args.variants(algorithm)? {
+        let variants = match args.backward {
+            true => args.backward_variants(algorithm)?,
+            false => args.variants(algorithm)?,
+        };
+        for variant in variants {
             let text = compile(&nvrtc, &variant, &args.arch.replace("sm_", "compute_"))?.image;
             let text = String::from_utf8_lossy(&text).into_owned();
             let cubin = compile(&nvrtc, &variant, &args.arch)?;
@@ -254,9 +329,15 @@ pub(super) fn inspect(args: &InspectArgs) -> Result<Report> {
                 name: variant.name,
             });
         }
-        let findings = verdict::findings(algorithm, &inspected);
+        let findings = match args.backward {
+            true => verdict::backward_findings(&inspected),
+            false => verdict::findings(algorithm, &inspected),
+        };
         report.algorithms.push(Group {
-            name: algorithm.name().into(),
+            name: match args.backward {
+                true => format!("{algorithm} backward"),
+                false => algorithm.name().into(),
+            },
             kernels: inspected,
             holds: findings.iter().all(|finding| finding.holds),
             findings,

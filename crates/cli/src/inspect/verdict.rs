@@ -89,6 +89,59 @@ pub(super) fn findings(algorithm: Algorithm, kernels: &[Inspected]) -> Vec<Findi
     all
 }
 
+/// The statements about backward kernels: dQ is added to inside the loop over rows, dk and dv are stored
+/// after it, and no matrix of N² numbers is stored at all; `standard` stores and loads such matrices.
+pub(super) fn backward_findings(kernels: &[Inspected]) -> Vec<Finding> {
+    let mut all = Vec::new();
+    for one in kernels {
+        let kernel = &one.ptx;
+        let stored = |place| kernel.tensors(Way::Store, place);
+        let entry = kernel.entry.as_str();
+        let matrices: Vec<&str> = (stored(None).into_iter())
+            .filter(|tensor| ["S", "P"].contains(tensor))
+            .collect();
+        match entry {
+            "tw_bwd_fa2" => {
+                let [before, inside, mut after] =
+                    [Place::Before, Place::Inside, Place::After].map(|place| stored(Some(place)));
+                // The last share of dQ may be added while dk and dv go out.
+                after.retain(|tensor| *tensor != "dQ");
+                all.push(same("the loop over rows adds to", &inside, &["dQ"]));
+                all.push(same("after it are stored, dQ aside", &after, &["dk", "dv"]));
+                all.push(same("before it are stored", &before, &[]));
+                all.push(in_fast_memory(one));
+            }
+            "tw_bwd_fa1" => {
+                // One block walks all keys of a head, so dk and dv go out inside the outer loop.
+                let results = ["dQ", "dk", "dv"];
+                all.push(same("the loops store", &stored(None), &results));
+                all.push(in_fast_memory(one));
+            }
+            "tw_bwd_standard_scores" => {
+                // One kernel, launched once for each.
+                all.push(same("the first kernel stores", &stored(None), &["S or dP"]));
+            }
+            "tw_bwd_standard_weights" => {
+                let mut loaded = kernel.tensors(Way::Load, None);
+                loaded.retain(|tensor| ["S", "dP"].contains(tensor));
+                all.push(same("the second loads", &loaded, &["S", "dP"]));
+                all.push(same("and stores", &stored(None), &["P", "dX"]));
+            }
+            "tw_bwd_standard_rows" => {
+                all.push(same("the third stores", &stored(None), &["dq"]));
+            }
+            // Stores dk or dv, by a pointer that it picks.
+            "tw_bwd_standard_keys" => {}
+            _ => all.push(same(
+                &format!("{entry} stores of the matrices"),
+                &matrices,
+                &[],
+            )),
+        }
+    }
+    all
+}
+
 /// Tensors that every thread stores at most once to each place: all their stores stand outside loops. A row's
 /// lse is one number; the row of out goes out in pieces, in a loop of its own.
 fn stored_once(one: &Inspected) -> Vec<&str> {

@@ -315,13 +315,25 @@ fn why(algorithm: Algorithm, one: &Measured) -> String {
         ),
         _ => reasons.push("K and V travel from L2, once a block of rows, which is the formula's traffic"),
     }
+    let of =
+        |bytes: Option<u64>, formula: u128| bytes.unwrap_or(0) as f64 / (formula as f64).max(1.0);
+    let reads = of(one.l2_bytes_read, one.formula_bytes_read);
+    if reads > 1.1 && of(one.l2_bytes_written, one.formula_bytes_written) < reads {
+        reasons.push(
+            "reads of L2 beyond the formula: where L2 has two halves (A100, H100, H200), what a \
+             multiprocessor reads of the far one passes through both and is counted in both, up to half as \
+             much again; writes go to where they belong and are counted once",
+        );
+    }
     reasons.join("; ")
 }
 
 fn last_line(stdout: &str, stderr: &[u8]) -> String {
     let stderr = String::from_utf8_lossy(stderr);
     let mut lines = stdout.lines().chain(stderr.lines());
-    let error = lines.clone().find(|line| line.contains("ERROR"));
+    // What this program says, if it is what failed; else what the profiler does.
+    let own = lines.clone().find(|line| line.starts_with("error: "));
+    let error = own.or_else(|| lines.clone().find(|line| line.contains("ERROR")));
     let line = error.or_else(|| lines.rfind(|line| !line.trim().is_empty()));
     line.unwrap_or("it said nothing").trim().to_string()
 }

@@ -8,8 +8,7 @@ use serde::Serialize;
 
 const DRAM_READ: &str = "dram__bytes_read.sum";
 const DRAM_WRITTEN: &str = "dram__bytes_write.sum";
-/// What multiprocessors ask of L2. Not all of its sectors: on chips whose L2 has two halves, what lies in
-/// the far half passes through the near one and is counted in both, half as much again in all.
+/// What multiprocessors ask of L2; without this, what its parts ask of each other is counted too.
 const L2_READ: &str = "lts__t_sectors_srcunit_tex_op_read.sum";
 const L2_WRITTEN: &str = "lts__t_sectors_srcunit_tex_op_write.sum";
 /// Bytes of a sector, the unit in which L2 counts.
