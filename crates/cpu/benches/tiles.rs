@@ -2,6 +2,7 @@
 //! Throughput is in scores; 2 · head_dim operations make a score in each product.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use tilewise_core::half::bf16;
 use tilewise_cpu::tiles::TileBench;
 use tilewise_cpu::{CpuElement, Isa};
 
@@ -29,5 +30,5 @@ fn tiles<T: CpuElement>(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, tiles::<f32>, tiles::<f64>);
+criterion_group!(benches, tiles::<f32>, tiles::<f64>, tiles::<bf16>);
 criterion_main!(benches);

@@ -17,19 +17,28 @@ use crate::kernel::table::{Probe, probe};
 const LONG_ENOUGH: Duration = Duration::from_millis(60);
 
 /// Fused multiply-adds from registers only, in FLOP/s of all `threads` together (a multiply and an
-/// add counted as two), in the accumulator type of `dtype`.
+/// add counted as two), by the instructions that `isa` has for the products of `dtype`: those of its
+/// accumulator type, or products of pairs of bf16, of tiles even.
 ///
 /// # Errors
 /// [`Error::Unavailable`](tilewise_core::Error::Unavailable) if the processor lacks `isa`.
 pub fn fma(isa: Isa, dtype: DType, threads: usize) -> Result<f64> {
     let isa = isa.checked()?;
     let Probe {
-        fma, flops_a_round, ..
-    } = probe(isa, dtype.accumulator());
+        begin,
+        fma,
+        end,
+        flops_a_round,
+        ..
+    } = probe(isa, dtype);
     let rounds = 20_000;
     Ok(rate(threads, || {
         // SAFETY: the processor has the instruction set.
-        black_box(unsafe { fma(rounds) });
+        unsafe {
+            begin();
+            black_box(fma(rounds));
+            end();
+        }
         rounds as f64 * flops_a_round
     }))
 }
@@ -101,7 +110,7 @@ mod tests {
     #[test]
     fn every_instruction_set_has_ceilings() {
         for isa in Isa::available() {
-            for dtype in [DType::F32, DType::F64] {
+            for dtype in [DType::F32, DType::F64, DType::BF16] {
                 assert!(fma(isa, dtype, 1).unwrap() > 1e8);
             }
             assert!(read(isa, 1, 1 << 14).unwrap() > 1e8);

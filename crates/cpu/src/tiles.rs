@@ -6,7 +6,8 @@ use tilewise_core::{Element, Result};
 use crate::buffer::Buffer;
 use crate::isa::Isa;
 use crate::kernel::pack::Rows;
-use crate::kernel::table::{CpuElement, Kernels};
+use crate::kernel::pairs::{CHUNK, COLUMNS, DEPTH, MOST_ROWS, PairBlock, PairKernels, ROW_STRIDE};
+use crate::kernel::table::{CpuElement, Kernels, TileKernels};
 use crate::kernel::{Ahead, Block, MAX_MR, s_stride};
 use crate::simd::MAX_LANES;
 
@@ -14,8 +15,11 @@ use crate::simd::MAX_LANES;
 pub struct TileBench<T: Element> {
     kernels: Kernels<T>,
     block: Block<T::Acc>,
-    /// The memory that `block` points to.
+    /// The same where products take pairs.
+    pairs: Option<PairBlock<T::Acc>>,
+    /// The memory that the blocks point to.
     _memory: [Buffer<T::Acc>; 7],
+    _pairs: [Buffer<u16>; 3],
 }
 
 impl<T: CpuElement> TileBench<T> {
@@ -23,18 +27,25 @@ impl<T: CpuElement> TileBench<T> {
     /// If the processor lacks `isa`, or there is no memory.
     pub fn new(isa: Isa, keys: usize, head_dim: usize) -> Result<Self> {
         let kernels = T::kernels(isa.checked()?);
-        let mr = kernels.tile.row_blocks[kernels.tile.row_blocks.len() - 1];
-        let width = head_dim.next_multiple_of(kernels.tile.lanes);
+        let row_blocks = match &kernels.pairs {
+            Some(pairs) => pairs.row_blocks,
+            None => kernels.tile.row_blocks,
+        };
+        let mr = row_blocks[row_blocks.len() - 1];
+        let width = match kernels.pairs {
+            Some(_) => head_dim.next_multiple_of(COLUMNS),
+            None => head_dim.next_multiple_of(kernels.tile.lanes),
+        };
         let keys = keys
             .min(crate::kernel::max_key_tile::<T::Acc>())
-            .next_multiple_of(kernels.tile.nr);
+            .next_multiple_of(kernels.tile.nr.max(DEPTH));
         let columns = width.next_multiple_of(kernels.tile.nr);
         let buffer = |len| Buffer::<T::Acc>::new(len, "a bench");
         let memory = [
             buffer(mr * head_dim + MAX_LANES)?,
             buffer(keys * head_dim)?,
             buffer(keys * columns)?,
-            buffer(MAX_MR * s_stride::<T::Acc>())?,
+            buffer(MOST_ROWS * s_stride::<T::Acc>())?,
             buffer(mr * width)?,
             buffer(mr)?,
             buffer(mr)?,
@@ -54,7 +65,9 @@ impl<T: CpuElement> TileBench<T> {
         let one = <T::Acc as Element>::from_f64(1.0);
         // SAFETY: the processor has the instructions, and the buffers were made for these sizes.
         unsafe {
-            (kernels.transposed)(&pack(&rows[..mr]), mr, one, q.at());
+            if kernels.pairs.is_none() {
+                (kernels.transposed)(&pack(&rows[..mr]), mr, one, q.at());
+            }
             for panel in 0..keys / kernels.tile.nr {
                 let to = k.at().add(panel * kernels.tile.nr * head_dim);
                 let rows = &rows[panel * kernels.tile.nr..][..kernels.tile.nr];
@@ -82,10 +95,46 @@ impl<T: CpuElement> TileBench<T> {
             careful: false,
             ahead: Ahead::NONE,
         };
+        let depth = head_dim.next_multiple_of(DEPTH);
+        let chunk = MOST_ROWS * ROW_STRIDE;
+        let bits = |len| Buffer::<u16>::new(len, "a bench");
+        let packed = [
+            bits(depth.div_ceil(CHUNK) * chunk)?,
+            bits(keys * depth)?,
+            bits(keys * width)?,
+        ];
+        let pairs = if let Some(kernels) = &kernels.pairs {
+            let [q, k, v] = &packed;
+            let mut marks = [0; 256];
+            // SAFETY: as above.
+            unsafe {
+                let marks = marks.as_mut_ptr();
+                (kernels.queries)(&pack(&rows[..mr]), false, q.at(), chunk, marks);
+                for first in (0..keys).step_by(COLUMNS) {
+                    let to = k.at().add(first * depth);
+                    (kernels.keys)(&pack(&rows[first..first + COLUMNS]), to, marks);
+                }
+                (kernels.values)(&pack(&rows[..keys]), keys * COLUMNS, v.at(), marks);
+            }
+            Some(PairBlock {
+                block: Block { ..block },
+                live: [(0, keys); MOST_ROWS],
+                q: q.at(),
+                q_chunk: chunk,
+                k: k.at(),
+                k_panel: depth * COLUMNS,
+                v: v.at(),
+                v_panel: keys * COLUMNS,
+            })
+        } else {
+            None
+        };
         Ok(TileBench {
             kernels,
             block,
+            pairs,
             _memory: memory,
+            _pairs: packed,
         })
     }
 
@@ -94,28 +143,43 @@ impl<T: CpuElement> TileBench<T> {
         self.block.rows * self.block.hi
     }
 
+    /// Runs `pairs` where products take them, else `widened`.
+    fn run(
+        &mut self,
+        pairs: impl Fn(&PairKernels<T>) -> unsafe fn(&PairBlock<T::Acc>),
+        widened: impl Fn(&TileKernels<T::Acc>) -> unsafe fn(&Block<T::Acc>),
+    ) {
+        // SAFETY: made for the instruction set, over buffers of its own.
+        unsafe {
+            match (&self.kernels.pairs, &self.pairs) {
+                (Some(kernels), Some(block)) => {
+                    (kernels.begin)();
+                    pairs(kernels)(block);
+                    (kernels.end)();
+                }
+                _ => widened(&self.kernels.tile)(&self.block),
+            }
+        }
+    }
+
     /// S = q kᵀ.
     pub fn qk(&mut self) {
-        // SAFETY: made for the instruction set, over buffers of its own.
-        unsafe { (self.kernels.tile.products)(&self.block) }
+        self.run(|pairs| pairs.products, |tile| tile.products);
     }
 
     /// The online softmax of S, in place.
     pub fn softmax(&mut self) {
-        // SAFETY: as above.
-        unsafe { (self.kernels.tile.online)(&self.block) }
+        self.run(|pairs| pairs.softmax, |tile| tile.online);
     }
 
     /// Õ += P v.
     pub fn pv(&mut self) {
-        // SAFETY: as above.
-        unsafe { (self.kernels.tile.weighted)(&self.block) }
+        self.run(|pairs| pairs.weighted, |tile| tile.weighted);
     }
 
     /// All three.
     pub fn absorb(&mut self) {
-        // SAFETY: as above.
-        unsafe { (self.kernels.tile.absorb)(&self.block) }
+        self.run(|pairs| pairs.absorb, |tile| tile.absorb);
     }
 }
 
@@ -129,7 +193,7 @@ mod tests {
     use super::*;
 
     fn products_are_exact<T: CpuElement>() {
-        for isa in Isa::available() {
+        for isa in Isa::available().into_iter().chain([Isa::AmxEmulated]) {
             for (keys, head_dim) in [(64, 24), (64, 7), (32, 65)] {
                 let mut tile = TileBench::<T>::new(isa, keys, head_dim).unwrap();
                 let (rows, keys) = (tile.block.rows, tile.block.hi);
@@ -144,7 +208,16 @@ mod tests {
                         assert_eq!(s.to_f64(), score(r, j), "{isa} S[{r}][{j}]");
                     }
                 }
-                // The scores as they are for weights.
+                // The scores as they are for weights, which products of pairs want rounded.
+                let rounds = tile.pairs.is_some();
+                if let (Some(kernels), Some(block)) = (&tile.kernels.pairs, &tile.pairs) {
+                    // SAFETY: the strip is the tile's own.
+                    unsafe { (kernels.round)(block) }
+                }
+                let score = |r, j| match rounds {
+                    true => tilewise_core::half::bf16::from_f64(score(r, j)).to_f64(),
+                    false => score(r, j),
+                };
                 tile.pv();
                 for r in 0..rows {
                     for d in 0..head_dim {

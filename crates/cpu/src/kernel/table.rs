@@ -125,6 +125,10 @@ impl<T: Element> Kernels<T> {
 /// What measures an instruction set's ceilings; see [`crate::ceilings`].
 #[derive(Clone, Copy)]
 pub(crate) struct Probe {
+    /// Before the first `fma` of a thread.
+    pub(crate) begin: unsafe fn(),
+    /// After the last.
+    pub(crate) end: unsafe fn(),
     /// [`probe::fma`].
     pub(crate) fma: unsafe fn(usize) -> f64,
     /// Floating-point operations of a round of `fma`.
@@ -203,6 +207,8 @@ macro_rules! tile_table {
             combine,
             all_finite,
             probe: Probe {
+                begin: || (),
+                end: || (),
                 fma,
                 flops_a_round: (2 * probe::CHAINS * <V as Vector>::LANES) as f64,
                 read,
@@ -279,8 +285,10 @@ macro_rules! pair_table {
             absorb(block: &PairBlock<f32>) = pairs::step::absorb::<D>(block);
             products(block: &PairBlock<f32>) = pairs::step::products::<D>(block);
             hide(block: &PairBlock<f32>) = pairs::step::hide(block);
+            softmax(block: &PairBlock<f32>) = pairs::step::softmax::<D>(block);
             round(block: &PairBlock<f32>) = pairs::step::round::<D>(block);
             weighted(block: &PairBlock<f32>) = pairs::step::weighted_values::<D>(block);
+            probe(rounds: usize) -> f64 = <D as Pairs>::probe(rounds);
         }
         Some(PairKernels {
             row_blocks: <D as Pairs>::ROW_BLOCKS,
@@ -292,8 +300,11 @@ macro_rules! pair_table {
             absorb,
             products,
             hide,
+            softmax,
             round,
             weighted,
+            probe,
+            flops_a_round: (pairs::CHAINS * <D as Pairs>::PROBE_FLOPS) as f64,
         })
     }};
 }
@@ -393,11 +404,21 @@ element!(
     pairs_of_bf16
 );
 
-/// The probes of an instruction set that the processor must have, in f64 or else f32.
-pub(crate) fn probe(isa: Isa, accumulator: DType) -> Probe {
+/// The probes of an instruction set that the processor must have, for the products of `dtype`.
+pub(crate) fn probe(isa: Isa, dtype: DType) -> Probe {
     use sealed::HasKernels;
-    match accumulator {
+    let probe = match dtype {
         DType::F64 => f64::kernels(isa).tile.probe,
         _ => f32::kernels(isa).tile.probe,
+    };
+    match pairs_of_bf16(isa) {
+        Some(pairs) if dtype == DType::BF16 => Probe {
+            begin: pairs.begin,
+            fma: pairs.probe,
+            end: pairs.end,
+            flops_a_round: pairs.flops_a_round,
+            ..probe
+        },
+        _ => probe,
     }
 }

@@ -149,6 +149,44 @@ unsafe impl Pairs for Amx {
         unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) }
     }
 
+    const PROBE_FLOPS: usize = 2 * 16 * DEPTH * COLUMNS;
+
+    #[inline(always)]
+    unsafe fn probe(rounds: usize) -> f64 {
+        // 2⁻⁷, whose products are neither 0 nor soon large: zeros would need less power.
+        let numbers = [0x3c00u16; 16 * DEPTH];
+        let mut sums = [0f32; 16 * COLUMNS];
+        // SAFETY: the caller's promise: tiles are configured; all are of 1 KiB, as both arrays are.
+        unsafe {
+            asm!(
+                "tileloadd tmm4, [{numbers} + {step}*1]",
+                "tileloadd tmm5, [{numbers} + {step}*1]",
+                "tileloadd tmm6, [{numbers} + {step}*1]",
+                "tileloadd tmm7, [{numbers} + {step}*1]",
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "2:",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "dec {rounds}",
+                "jnz 2b",
+                "tilestored [{sums} + {step}*1], tmm3",
+                numbers = in(reg) &raw const numbers,
+                sums = in(reg) &raw mut sums,
+                step = in(reg) 64usize,
+                rounds = inout(reg) rounds.max(1) => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+        sums.iter().map(|&x| f64::from(x)).sum()
+    }
+
     unsafe fn multiply(product: &Product) {
         let Product {
             rows,

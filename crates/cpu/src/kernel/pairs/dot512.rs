@@ -1,8 +1,9 @@
 //! `vdpbf16ps` on 512 bits.
 
 use std::arch::x86_64::*;
+use std::hint::black_box;
 
-use super::{COLUMNS, Pairs, Product, ROW_STRIDE};
+use super::{CHAINS, COLUMNS, Pairs, Product, ROW_STRIDE};
 use crate::kernel::ask;
 use crate::simd::Vector;
 use crate::simd::avx512::F32x16;
@@ -14,6 +15,32 @@ pub(crate) struct Dot512;
 unsafe impl Pairs for Dot512 {
     type V = F32x16;
     const ROW_BLOCKS: &'static [usize] = &[1, 2, 4, 8, 12];
+
+    // Three registers a chain: twelve sums, as many as cover latency × ports.
+    const PROBE_FLOPS: usize = 3 * 4 * COLUMNS;
+
+    #[inline(always)]
+    unsafe fn probe(rounds: usize) -> f64 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            // 1 and 2⁻⁷, hidden from the compiler.
+            let one = _mm512_set1_epi32(black_box(0x3f80_3f80));
+            let one = std::mem::transmute::<__m512i, __m512bh>(one);
+            let small = _mm512_set1_epi32(black_box(0x3c00_3c00));
+            let small = std::mem::transmute::<__m512i, __m512bh>(small);
+            let mut sums = [_mm512_setzero_ps(); 3 * CHAINS];
+            for (n, sum) in sums.iter_mut().enumerate() {
+                *sum = _mm512_set1_ps(black_box(n as f32));
+            }
+            for _ in 0..rounds {
+                for sum in &mut sums {
+                    *sum = _mm512_dpbf16_ps(*sum, one, small);
+                }
+            }
+            let sums = sums.map(|sum| f64::from(_mm512_reduce_add_ps(sum)));
+            sums.iter().sum()
+        }
+    }
 
     #[inline(always)]
     unsafe fn multiply(product: &Product) {

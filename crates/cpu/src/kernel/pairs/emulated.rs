@@ -1,6 +1,6 @@
 //! What `tdpbf16ps` does, in plain arithmetic: for tests on processors without AMX.
 
-use super::{COLUMNS, DEPTH, MOST_ROWS, Pairs, Product, ROW_STRIDE};
+use super::{CHAINS, COLUMNS, DEPTH, MOST_ROWS, Pairs, Product, ROW_STRIDE};
 use crate::simd::{Convert, Vector, portable};
 use tilewise_core::half::bf16;
 
@@ -11,6 +11,20 @@ pub(crate) struct Emulated;
 unsafe impl Pairs for Emulated {
     type V = portable::F32x8;
     const ROW_BLOCKS: &'static [usize] = &[16, MOST_ROWS];
+
+    const PROBE_FLOPS: usize = 2 * DEPTH * COLUMNS;
+
+    unsafe fn probe(rounds: usize) -> f64 {
+        let (a, b) = ([0x3f80; DEPTH], [0x3c00; DEPTH * COLUMNS]);
+        let mut sums = [[0f32; COLUMNS]; CHAINS];
+        for _ in 0..rounds {
+            for sums in &mut sums {
+                // SAFETY: a whole depth of both.
+                unsafe { step(sums, a.as_ptr(), b.as_ptr()) }
+            }
+        }
+        sums.iter().flatten().map(|&x| f64::from(x)).sum()
+    }
 
     unsafe fn multiply(product: &Product) {
         // SAFETY: the caller's promise.

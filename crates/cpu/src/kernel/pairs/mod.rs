@@ -62,6 +62,9 @@ pub(crate) struct Product {
     pub(crate) ahead: (*const u8, usize),
 }
 
+/// Independent sums of [`Pairs::probe`].
+pub(crate) const CHAINS: usize = 4;
+
 /// What multiplies pairs.
 ///
 /// Every product and sum is in f32, numbers of `a` and `b` that are subnormal count as 0. The order in
@@ -82,6 +85,10 @@ pub(crate) unsafe trait Pairs {
     /// The pointers cover what the sizes say, `a` and `b` up to a whole multiple of [`DEPTH`]; `begin`
     /// was called.
     unsafe fn multiply(product: &Product);
+    /// `rounds` × [`CHAINS`] products of whole registers or tiles, none of which waits for memory.
+    unsafe fn probe(rounds: usize) -> f64;
+    /// Floating-point operations of one of them.
+    const PROBE_FLOPS: usize;
     /// Rounds two registers to nearest even. Their numbers are not subnormal.
     ///
     /// # Safety
@@ -136,8 +143,14 @@ pub(crate) struct PairKernels<T: Element> {
     pub(crate) products: unsafe fn(&PairBlock<T::Acc>),
     /// [`step::hide`].
     pub(crate) hide: unsafe fn(&PairBlock<T::Acc>),
+    /// [`softmax::online_rounded`](super::softmax::online_rounded) of a block.
+    pub(crate) softmax: unsafe fn(&PairBlock<T::Acc>),
     /// [`step::round`].
     pub(crate) round: unsafe fn(&PairBlock<T::Acc>),
     /// [`step::weighted_values`].
     pub(crate) weighted: unsafe fn(&PairBlock<T::Acc>),
+    /// [`Pairs::probe`].
+    pub(crate) probe: unsafe fn(usize) -> f64,
+    /// Floating-point operations of a round of `probe`.
+    pub(crate) flops_a_round: f64,
 }

@@ -14,8 +14,7 @@ pub(crate) unsafe fn absorb<D: Pairs>(pairs: &PairBlock<f32>) {
     unsafe {
         products::<D>(pairs);
         hide(pairs);
-        let (lo, hi) = pairs.columns();
-        softmax::online_rounded::<D>(&pairs.block, lo, hi);
+        self::softmax::<D>(pairs);
         weighted_values::<D>(pairs);
     }
 }
@@ -72,6 +71,17 @@ pub(crate) unsafe fn hide(pairs: &PairBlock<f32>) {
             scores::hide_row(s, from, to, pairs.live[row]);
         }
     }
+}
+
+/// [`softmax::online_rounded`] of the block.
+///
+/// # Safety
+/// As [`products`].
+#[inline(always)]
+pub(crate) unsafe fn softmax<D: Pairs>(pairs: &PairBlock<f32>) {
+    let (lo, hi) = pairs.columns();
+    // SAFETY: the caller's promise.
+    unsafe { softmax::online_rounded::<D>(&pairs.block, lo, hi) }
 }
 
 /// Rounds P to bf16 where it stands: what [`softmax::online_rounded`] does at once.
