@@ -12,7 +12,8 @@ use crate::kernel::pairs::amx;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Isa {
-    /// AMX tiles for the products of bf16, AVX-512 for the rest.
+    /// AMX tiles for the products of bf16, AVX-512 for the rest: where Linux lets the process use them,
+    /// which it is asked for once.
     Amx,
     /// `vdpbf16ps` for the products of bf16, AVX-512 for the rest.
     Avx512Bf16,
@@ -172,7 +173,7 @@ impl FromStr for Isa {
 #[cfg(target_arch = "x86_64")]
 fn has_fast_bf16() -> bool {
     use std::arch::x86_64::__cpuid_count;
-    // Unsafe before Rust 1.94.
+    // Unsafe in earlier versions of Rust.
     #[allow(unused_unsafe)]
     // SAFETY: every x86-64 processor has leaf 0.
     let leaf = unsafe { __cpuid_count(0, 0) };

@@ -50,7 +50,7 @@ pub(crate) fn is_available() -> bool {
 fn has_instructions() -> bool {
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
-    // Unsafe before Rust 1.94.
+    // Unsafe in earlier versions of Rust.
     #[allow(unused_unsafe)]
     // SAFETY: leaf 0 says whether there is a leaf 7.
     let features = unsafe {
