@@ -16,7 +16,7 @@ use tilewise_core::{
 
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
 use crate::cache::Store;
-use crate::error::{allocation, driver, unavailable, unsupported};
+use crate::error::{allocation, driver, unavailable};
 use crate::module::Modules;
 use crate::ops::{self, DeviceInputs};
 use crate::probe::{probe, version_name};
@@ -262,9 +262,6 @@ impl CudaBackend {
             ));
         }
         gradients.check(problem, &inputs.inputs)?;
-        if gradients.dbias.is_some() {
-            return Err(unsupported("the gradient of a bias"));
-        }
         let gathered = gather(problem, &inputs.inputs)?;
         let (problem, given) = (gathered.problem(), gathered.inputs(&inputs.inputs));
         self.on_stream(|stream| {
@@ -283,6 +280,14 @@ impl CudaBackend {
             let memory =
                 |name, n: usize| device_zeros::<T>(stream, name, shapes[n].iter().product());
             let (mut dq, mut dk, mut dv) = (memory("dq", 0)?, memory("dk", 1)?, memory("dv", 2)?);
+            let bias_shape = given.bias.map_or([0; 4], |bias| bias.shape());
+            let mut dbias = match &gradients.dbias {
+                Some(_) => {
+                    let len = bias_shape.iter().product();
+                    Some(device_zeros::<T>(stream, "dbias", len)?)
+                }
+                None => None,
+            };
             let sinks = [1, 1, 1, problem.dims().num_heads];
             let mut dsinks = match &gradients.dsinks {
                 Some(_) => Some(device_zeros::<f32>(stream, "dsinks", sinks[3])?),
@@ -315,6 +320,10 @@ impl CudaBackend {
                     dq: DeviceViewMut::bhsd::<T, _>(&mut dq, shapes[0])?,
                     dk: DeviceViewMut::bhsd::<T, _>(&mut dk, shapes[1])?,
                     dv: DeviceViewMut::bhsd::<T, _>(&mut dv, shapes[2])?,
+                    dbias: match &mut dbias {
+                        Some(dbias) => Some(DeviceViewMut::bhsd::<T, _>(dbias, bias_shape)?),
+                        None => None,
+                    },
                     dsinks: match &mut dsinks {
                         Some(dsinks) => Some(DeviceViewMut::bhsd::<f32, _>(dsinks, sinks)?),
                         None => None,
@@ -325,12 +334,16 @@ impl CudaBackend {
                 dq: mut to_q,
                 dk: mut to_k,
                 dv: mut to_v,
+                dbias: to_bias,
                 dsinks: to_sinks,
-                ..
             } = gradients;
             download(stream, &dq, &mut to_q)?;
             download_keys(stream, &dk, shapes[1], &mut to_k)?;
             download_keys(stream, &dv, shapes[2], &mut to_v)?;
+            if let (Some(memory), Some(mut to)) = (&dbias, to_bias) {
+                // Keys gathered from pages may be fewer than the bias has.
+                download_keys_of_bias(stream, memory, bias_shape, &mut to)?;
+            }
             if let (Some(memory), Some(to)) = (&dsinks, to_sinks) {
                 let mut view = TensorViewMut::bhsd(to, sinks)?;
                 download(stream, memory, &mut view)?;
@@ -356,6 +369,22 @@ fn download_keys<T: Element + DeviceRepr>(
             }
         }
     }
+    let (strides, offset) = (view.strides(), view.offset());
+    let mut used = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset)?;
+    download(stream, memory, &mut used)
+}
+
+/// [`download`] into a dbias that may have more keys than `shape` says: those get 0.
+fn download_keys_of_bias<T: Element + DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    memory: &CudaSlice<T>,
+    shape: [usize; 4],
+    view: &mut TensorViewMut<'_, T>,
+) -> Result<()> {
+    if view.shape() == shape {
+        return download(stream, memory, view);
+    }
+    view.fill(T::default());
     let (strides, offset) = (view.strides(), view.offset());
     let mut used = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset)?;
     download(stream, memory, &mut used)

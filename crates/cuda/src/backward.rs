@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use tilewise_core::{Algorithm, DType, Error, Problem, Result, Sequence};
 
-use crate::backend::CudaBackend;
+use crate::backend::{CudaBackend, device_zeros};
 use crate::error::{driver, unsupported};
 use crate::kernels::backward::standard::{self, Part};
 use crate::kernels::backward::{fa1, fa2};
@@ -14,7 +14,7 @@ use crate::ops::{DeviceInputs, check_lengths, scratch};
 use crate::ops::{Plan, address, expect, expect_dtype, launch, missing, pairs_per_group, plan};
 use crate::raw::{self, BackwardArgs};
 use crate::sequences;
-use crate::view::{DeviceView, DeviceViewMut, aligned, broadcast};
+use crate::view::{DeviceView, DeviceViewMut, aligned, broadcast, contiguous};
 
 /// How dQ is summed up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -53,6 +53,9 @@ pub struct DeviceGradients<'a> {
     pub dk: DeviceViewMut<'a>,
     /// As v.
     pub dv: DeviceViewMut<'a>,
+    /// As the bias, broadcast axes of size 1 included; only with a bias. It costs two products more,
+    /// which take memory as `standard` does.
+    pub dbias: Option<DeviceViewMut<'a>>,
     /// f32 `[1, 1, 1, num_heads]`, only with sinks.
     pub dsinks: Option<DeviceViewMut<'a>>,
 }
@@ -252,6 +255,13 @@ pub fn backward(
             "a tensor",
         ));
     }
+    if let Some(dbias) = &gradients.dbias {
+        let bias = given.bias.as_ref().map(DeviceView::shape);
+        let bias =
+            bias.ok_or_else(|| Error::shape("dbias", "none: there is no bias", "a tensor"))?;
+        expect_dtype("dbias", dbias.dtype(), dtype)?;
+        expect("dbias", dbias.shape(), bias)?;
+    }
     backend.bind()?;
     let mut guards = Vec::new();
     let mut take = |(tensor, guard): (raw::Tensor, Option<_>)| {
@@ -291,6 +301,13 @@ pub fn backward(
         Some(dsinks) => take(dsinks.acquire(stream)).ptr,
         None => 0,
     };
+    let dbias = match &mut gradients.dbias {
+        Some(dbias) => {
+            let shape = dbias.shape();
+            Some((take(dbias.acquire(stream)), shape))
+        }
+        None => None,
+    };
     let is_aligned = [
         (&tensors.q, q),
         (&tensors.k, dk),
@@ -311,7 +328,7 @@ pub fn backward(
         sums,
         is_aligned,
     };
-    call.run(&tensors, dsinks)
+    call.run(&tensors, dsinks, dbias)
 }
 
 struct Call<'a> {
@@ -324,7 +341,12 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    fn run(&self, tensors: &Tensors, dsinks: u64) -> Result<()> {
+    fn run(
+        &self,
+        tensors: &Tensors,
+        dsinks: u64,
+        dbias: Option<(raw::Tensor, [usize; 4])>,
+    ) -> Result<()> {
         let (problem, dims) = (self.problem, *self.problem.dims());
         let options = problem.options();
         let slopes = self.upload("alibi_slopes", options.get_alibi_slopes())?;
@@ -337,11 +359,35 @@ impl Call<'_> {
                 .as_ref()
                 .map_or(0, |memory| memory.device_ptr(self.stream).0)
         };
+        let mut sums = match &dbias {
+            Some((_, shape)) => {
+                let len = shape.iter().product();
+                Some(device_zeros::<f32>(self.stream, "sums of dbias", len)?)
+            }
+            None => None,
+        };
         let given = Given {
             alibi: place(&slopes),
             sinks: place(&sinks),
             workspace: address(&mut workspace, self.stream),
             dsinks,
+            dbias: match (&mut sums, &dbias) {
+                (Some(sums), Some((_, shape))) => {
+                    let strides = contiguous(*shape);
+                    let stride = |axis: usize| match shape[axis] {
+                        1 => 0,
+                        _ => strides[axis] as i64,
+                    };
+                    raw::Tensor {
+                        ptr: sums.device_ptr_mut(self.stream).0,
+                        sb: stride(0),
+                        sh: stride(1),
+                        ss: stride(2),
+                        sd: stride(3),
+                    }
+                }
+                _ => raw::Tensor::default(),
+            },
         };
         if dsinks != 0 {
             // One row of num_heads f32 values, which every sequence adds to.
@@ -351,6 +397,27 @@ impl Call<'_> {
             };
             self.fill(DType::F32, row, [1, 1, dims.num_heads], 0..1)?;
         }
+        self.sequences(tensors, &given)?;
+        if let Some((to, shape)) = dbias {
+            let [_, store] = standard::bias(&Spec::plain(problem.dtype(), 64), false);
+            let mut args = BackwardArgs {
+                dbias: to,
+                ..BackwardArgs::default()
+            };
+            let sizes = shape.map(|size| size as i32);
+            args.forward.s = given.dbias.ptr;
+            [args.forward.batch, args.forward.heads] = [sizes[0], sizes[1]];
+            [args.forward.sq, args.forward.sk] = [sizes[2], sizes[3]];
+            let elements = shape.iter().product::<usize>() as u64;
+            if elements > 0 {
+                self.launch(&store, elements.div_ceil(256).min(132 * 16), &args)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn sequences(&self, tensors: &Tensors, given: &Given) -> Result<()> {
+        let (problem, dims) = (self.problem, *self.problem.dims());
         if is_dense(problem) {
             let sequence = Sequence {
                 q_batch: 0,
@@ -360,13 +427,13 @@ impl Call<'_> {
                 k_start: 0,
                 seqlen_k: dims.seqlen_k,
             };
-            return self.sequence(tensors, &given, &sequence, dims.batch, 0);
+            return self.sequence(tensors, given, &sequence, dims.batch, 0);
         }
         let (mut rows, mut keys) = (0, 0);
         for (number, sequence) in problem.sequences().iter().enumerate() {
             self.sequence(
                 &tensors.of(sequence, problem.dtype()),
-                &given,
+                given,
                 sequence,
                 1,
                 number,
@@ -524,10 +591,66 @@ impl Call<'_> {
             return self.zero(tensors.dq, [batch, heads, dims.head_dim], 0..sq);
         }
         match self.algorithm {
-            Algorithm::Standard => self.standard(all, &spec, sequence, batch, rest),
-            Algorithm::Fa1 => self.fa1(all, &spec, rest),
-            _ => self.fa2(all, &spec, batch),
+            Algorithm::Standard => self.standard(all, &spec, sequence, batch, rest)?,
+            Algorithm::Fa1 => self.fa1(all, &spec, rest)?,
+            _ => self.fa2(all, &spec, batch)?,
         }
+        match given.dbias.ptr {
+            0 => Ok(()),
+            _ => self.bias(all, &spec, given.dbias, sequence, batch),
+        }
+    }
+
+    /// Adds the sequence's dS to the sums of dbias.
+    fn bias(
+        &self,
+        mut all: BackwardArgs,
+        spec: &Spec,
+        sums: raw::Tensor,
+        sequence: &Sequence,
+        batch: usize,
+    ) -> Result<()> {
+        let limit = self.backend.shared_limit();
+        let (sq, sk) = (sequence.seqlen_q as u64, sequence.seqlen_k as u64);
+        let (rows, keys) = standard::tile(spec, limit).ok_or_else(|| missing(spec))?;
+        let budget = self.backend.standard_budget();
+        let (at_once, _, ld) = matrices(self.problem, sequence, batch, budget);
+        let group = all.forward.group_size as u64;
+        let cells = at_once * group * sq * ld;
+        let mut memory = scratch(self.stream, "S and dP for dbias", cells * 8)?;
+        all.forward.s = address(&mut memory, self.stream);
+        all.dq_acc = all.forward.s + cells * 4;
+        all.forward.ld_s = ld as i64;
+        let first = sequence.q_batch as i64 * sums.sb
+            + sequence.q_start as i64 * sums.ss
+            + sequence.k_start as i64 * sums.sd;
+        all.dbias = raw::Tensor {
+            ptr: sums.ptr.wrapping_add_signed(first * 4),
+            ..sums
+        };
+        let broadcast = sums.ss == 0 || sums.sd == 0;
+        let [add, _] = standard::bias(spec, broadcast);
+        let full = |stride: i64, size: u64| if stride == 0 { 1 } else { size };
+        let elements = full(sums.sb, batch as u64)
+            * full(sums.sh, all.forward.heads as u64)
+            * full(sums.ss, sq)
+            * full(sums.sd, sk);
+        let blocks = elements.div_ceil(if broadcast { 1 } else { 256 });
+        for kv in (0..all.kv_pairs as u64).step_by(at_once as usize) {
+            let here = at_once.min(all.kv_pairs as u64 - kv);
+            all.forward.pair0 = (kv * group) as i32;
+            all.forward.pairs = (here * group) as i32;
+            for (of_v, wide) in [(false, spec.padded), (true, spec.padded_v)] {
+                all.forward.row0 = i32::from(of_v);
+                let scores = standard::variant(spec, limit, Part::Scores, wide)
+                    .ok_or_else(|| missing(spec))?;
+                let tiles = sq.div_ceil(u64::from(rows)) * sk.div_ceil(u64::from(keys));
+                let grid = (tiles, here * group);
+                launch(self.backend, self.stream, &scores, grid, &all)?;
+            }
+            self.launch(&add, blocks.min(132 * 64), &all)?;
+        }
+        Ok(())
     }
 
     fn launch(&self, variant: &Variant, blocks: u64, args: &BackwardArgs) -> Result<()> {
@@ -630,6 +753,8 @@ struct Given {
     sinks: u64,
     workspace: u64,
     dsinks: u64,
+    /// f32 sums; broadcast axes have a stride of 0.
+    dbias: raw::Tensor,
 }
 
 /// (batch, KV head) pairs whose Q and dO together stay in a good part of the second-level cache.

@@ -221,6 +221,7 @@ pub fn time_backward(
                 dq: write(5)?,
                 dk: write(6)?,
                 dv: write(7)?,
+                dbias: None,
                 dsinks: None,
             };
             backward::backward(

@@ -86,6 +86,7 @@ pub struct BackwardArgs {
     pub dq: Tensor,
     pub dk: Tensor,
     pub dv: Tensor,
+    pub dbias: Tensor,
     pub lse2: u64,
     pub delta: u64,
     pub dq_acc: u64,
@@ -156,11 +157,11 @@ mod tests {
     fn the_backward_block_follows_the_forward_one() {
         assert_eq!(
             size_of::<BackwardArgs>(),
-            size_of::<Args>() + 6 * 40 + 4 * 8 + 4 * 4
+            size_of::<Args>() + 7 * 40 + 4 * 8 + 4 * 4
         );
         assert_eq!(
             std::mem::offset_of!(BackwardArgs, lse2),
-            size_of::<Args>() + 6 * 40
+            size_of::<Args>() + 7 * 40
         );
     }
 }

@@ -224,8 +224,7 @@ impl<T: Element> Setting<T> {
             let mut gradients = self
                 .run(&backend, algorithm)
                 .map_err(|e| format!("{algorithm} {sums:?} {:?}: {e}", self.sizes))?;
-            let mut views = gradients.views_mut().map_err(|e| e.to_string())?;
-            views.dbias = None;
+            let views = gradients.views_mut().map_err(|e| e.to_string())?;
             for found in judge.compare(&views).map_err(|e| e.to_string())? {
                 if !found.pass {
                     return Err(format!(
@@ -251,9 +250,7 @@ fn run<T: Element>(
 ) -> Result<Gradients<T>, Error> {
     let problem = inputs.problem(options)?;
     let mut gradients = Gradients::filled(&problem, &inputs.inputs, f64::NAN)?;
-    let mut views = gradients.views_mut()?;
-    // A bias is read; its own gradient is refused.
-    views.dbias = None;
+    let views = gradients.views_mut()?;
     backend.backward(
         &problem,
         &T::erase_backward(*inputs),
@@ -693,6 +690,7 @@ fn device_memory_is_used_as_it_lies() {
                 dq: DeviceViewMut::bhsd::<T, _>(&mut dq, wide).unwrap(),
                 dk: DeviceViewMut::from_strides::<T, _>(&mut dk, narrow, bshd, 0).unwrap(),
                 dv: DeviceViewMut::bhsd::<T, _>(&mut dv, narrow).unwrap(),
+                dbias: None,
                 dsinks: None,
             },
         )

@@ -10,6 +10,7 @@
 struct Grads {
     Args f; // the forward call's; o = its output, lse not used
     Tensor lse, dlse, go, dq, dk, dv; // go = dO; dlse.ptr may be 0
+    Tensor dbias;     // of PART 4 and 5 in standard.cu
     u64 lse2, delta;  // f32 [pairs, rows_padded]
     u64 dq_acc;       // f32 sums of dQ, see dq_block; 0 = another kernel makes dQ
     u64 dsinks;       // f32 [heads]

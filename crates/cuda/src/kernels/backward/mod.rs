@@ -29,5 +29,8 @@ pub fn baselines(spec: &Spec, limit: u32, compute: i32) -> Vec<Option<Variant>> 
             .into_iter()
             .map(|(part, wide)| standard::variant(spec, limit, part, wide)),
     );
+    for broadcast in [false, true] {
+        all.extend(standard::bias(spec, broadcast).map(Some));
+    }
     all
 }

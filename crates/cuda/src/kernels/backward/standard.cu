@@ -2,8 +2,9 @@
 // in f32, P and dS in the input's dtype, each product a kernel of its own. The baseline the other two are measured against.
 //
 //   PART 0, scores: S = Q K^T (row0 = 0) or dP = dO V^T (row0 = 1), unscaled
-//   PART 1, weights: P o D and dX from S and dP, in the two matrices' rows of 16 bits or over themselves in f32
+//   PART 1, weights: P o D and dX from S and dP
 //   PART 2, rows: dQ = dX K            PART 3, keys: dK = dX^T Q (row0 = 0) or dV = (P o D)^T dO (row0 = 1), over the group's heads
+//   PART 4 and 5, bias: its gradient from S and dP, for every algorithm
 //
 //   2 x 2 warps     BM x BN tile of a matrix     WIDE columns of a product's other operand
 //
@@ -155,5 +156,64 @@ extern "C" __global__ void __launch_bounds__(NT) tw_bwd_standard_keys(const __gr
     }
     __syncthreads();
     store_product<BN / 32, WIDE / 16>(sum, is_k ? a.scale : 1.f, smem, to, (elem*)to.ptr + b * to.sb + hk * to.sh, j0, a.sk, width, wm, wn, lane, tid);
+}
+#endif
+
+#if PART == 4
+// dS of a chunk's pairs, summed over the axes along which the bias was broadcast, to f32 sums. RT threads an element of the sums,
+// whose order is fixed: pairs one after another, then rows and keys.
+extern "C" __global__ void __launch_bounds__(256) tw_bwd_standard_bias(const __grid_constant__ Grads g) {
+    __shared__ double part[256];
+    const Args& a = g.f;
+    const Span span = span_of(a);
+    const Tensor& to = g.dbias;
+    const int tid = threadIdx.x, t = tid % RT;
+    const i64 ni = to.ss ? a.sq : 1, nj = to.sd ? a.sk : 1, nh = to.sh ? a.heads : 1, nb = to.sb ? a.batch : 1, all = nb * nh * ni * nj;
+    const i64 rows = to.ss ? 1 : a.sq, keys = to.sd ? 1 : a.sk;
+    for (i64 at = (i64)blockIdx.x * (256 / RT) + tid / RT; at < all; at += (i64)gridDim.x * (256 / RT)) {
+        const i64 j0 = at % nj, i0 = at / nj % ni, h0 = at / nj / ni % nh, b0 = at / nj / ni / nh;
+        double sum = 0.;
+        for (int n = 0; n < a.pairs; ++n) {
+            const int pair = a.pair0 + n, b = pair / a.heads, h = pair - b * a.heads;
+            if ((to.sb && b != b0) || (to.sh && h != h0)) continue;
+            const Score sc = score_head(a, a.seq0 + b, b, h, 0, 0);
+            for (i64 x = t; x < rows * keys; x += RT) {
+                const int i = (int)(i0 + x / keys), j = (int)(j0 + x % keys);
+                if (j < first_key(span, i) || j > last_key(span, i)) continue;
+                const i64 from = ((i64)n * a.sq + i) * a.ld_s + j;
+                const i64 row = (i64)pair * g.rows_padded + i;
+                const float w = ex2(fmaf(score_at(((const float*)a.s)[from], sc, a, span, i, j), LOG2E, -((const float*)g.lse2)[row]));
+#if DROPOUT
+                const float factor = kept_at(sc, a, span, i, j) ? a.drop_scale : 0.f;
+#else
+                const float factor = 1.f;
+#endif
+                if (w != 0.f) sum += (double)(w * (((const float*)g.dq_acc)[from] * factor - ((const float*)g.delta)[row]));
+            }
+        }
+        if (RT > 1) {
+            __syncthreads();
+            part[tid] = sum;
+            __syncthreads();
+            for (int x = RT / 2; x; x >>= 1) {
+                if (t < x) part[tid] += part[tid + x];
+                __syncthreads();
+            }
+            sum = part[tid - t];
+        }
+        if (t == 0) ((float*)to.ptr)[b0 * to.sb + h0 * to.sh + i0 * to.ss + j0 * to.sd] += (float)sum;
+    }
+}
+#endif
+
+#if PART == 5
+// Sums of f32 in row-major order (a.s) to dbias as the dtype; batch, heads, sq and sk are its sizes.
+extern "C" __global__ void __launch_bounds__(256) tw_bwd_standard_store_bias(const __grid_constant__ Grads g) {
+    const Args& a = g.f;
+    const i64 all = (i64)a.batch * a.heads * a.sq * a.sk;
+    for (i64 x = (i64)blockIdx.x * 256 + threadIdx.x; x < all; x += (i64)gridDim.x * 256) {
+        const i64 j = x % a.sk, i = x / a.sk % a.sq, h = x / a.sk / a.sq % a.heads, b = x / a.sk / a.sq / a.heads;
+        ((elem*)g.dbias.ptr)[b * g.dbias.sb + h * g.dbias.sh + i * g.dbias.ss + j * g.dbias.sd] = to_elem(((const float*)a.s)[x]);
+    }
 }
 #endif

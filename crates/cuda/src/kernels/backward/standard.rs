@@ -28,6 +28,36 @@ pub enum Part {
     Keys,
 }
 
+/// The gradient of a bias: dS summed up, `broadcast` if over rows or keys; then the sums to dbias.
+pub fn bias(spec: &Spec, broadcast: bool) -> [Variant; 2] {
+    let variant = |entry, part, threads, spec: &Spec| {
+        let defines = [
+            ("PART", part),
+            ("BM", 32),
+            ("BN", 32),
+            ("WIDE", 64),
+            ("RT", threads),
+        ];
+        Variant::new(Family::BackwardStandard, entry, spec, &defines, 256, 0)
+    };
+    let threads = if broadcast { 256 } else { 1 };
+    let sums = Spec {
+        padded: 64,
+        padded_v: 64,
+        aligned: true,
+        ..*spec
+    };
+    [
+        variant("tw_bwd_standard_bias", 4, threads, &sums),
+        variant(
+            "tw_bwd_standard_store_bias",
+            5,
+            1,
+            &Spec::plain(spec.dtype, 64),
+        ),
+    ]
+}
+
 /// The kernel of `part` whose products are `wide` columns wide.
 pub fn variant(spec: &Spec, limit: u32, part: Part, wide: u32) -> Option<Variant> {
     let (m, n) = tile(spec, limit)?;
