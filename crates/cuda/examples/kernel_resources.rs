@@ -40,7 +40,7 @@ fn chosen(arch: &str) -> Vec<Variant> {
             let plain = !has("-score") && !has("-strided");
             let state = has("-state1");
             if matches!(compute, 86 | 89) {
-                return has("fa2-bf16-d128-causal") && plain && !state;
+                return has("fa2-bf16-d128-causal") && plain && !state && !has("-dq0-");
             }
             if name.starts_with("fa2") {
                 return match (state, plain) {
