@@ -149,6 +149,10 @@ impl CudaBackend {
         self.shared.shared_limit
     }
 
+    pub(crate) fn multiprocessors(&self) -> u64 {
+        self.shared.multiprocessors.max(1) as u64
+    }
+
     /// Bytes of second-level cache.
     pub fn l2_bytes(&self) -> u64 {
         self.shared.l2

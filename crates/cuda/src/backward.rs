@@ -666,7 +666,9 @@ impl Call<'_> {
         let (keys, step) = fa2::tile(spec, limit).ok_or_else(none)?;
         all.key_blocks = sk.div_ceil(keys as usize) as i32;
         if spec.mask != Mask::Full {
-            all.forward.pairs_per_group = kv_pairs_per_group(self.backend, self.problem, sq, batch);
+            let blocks = all.key_blocks as usize;
+            all.forward.pairs_per_group =
+                kv_pairs_per_group(self.backend, self.problem, sq, batch, blocks);
         }
         let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
         self.launch(&gradients, blocks, &all)?;
@@ -757,11 +759,22 @@ struct Given {
     dbias: raw::Tensor,
 }
 
-/// (batch, KV head) pairs whose Q and dO together stay in a good part of the second-level cache.
-fn kv_pairs_per_group(backend: &CudaBackend, problem: &Problem, rows: usize, batch: usize) -> i32 {
+/// (batch, KV head) pairs that run together under a mask: enough blocks that the long ones of a group
+/// end beside the short ones, Q and dO of all in a good part of the second-level cache, and groups of
+/// one size.
+fn kv_pairs_per_group(
+    backend: &CudaBackend,
+    problem: &Problem,
+    rows: usize,
+    batch: usize,
+    key_blocks: usize,
+) -> i32 {
     let dims = problem.dims();
     let width = (dims.head_dim + dims.head_dim_v) * problem.dtype().size();
     let pair = (dims.group() * rows * width).max(1) as u64;
-    let most = (batch * dims.num_kv_heads).max(1) as u64;
-    (backend.l2_bytes() * 2 / 5 / pair).clamp(1, most) as i32
+    let fit = backend.l2_bytes() * 3 / 5 / pair;
+    let wanted = (2 * backend.multiprocessors() / key_blocks.max(1) as u64).max(4);
+    let all = (batch * dims.num_kv_heads).max(1) as u64;
+    let groups = all.div_ceil(wanted.min(fit).clamp(1, all));
+    all.div_ceil(groups) as i32
 }
