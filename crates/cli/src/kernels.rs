@@ -60,9 +60,13 @@ struct Which {
     #[arg(long)]
     no_score: bool,
 
-    /// Leave out the kernels for rows that do not lie on 16 bytes
+    /// Leave out the kernels of running states and of the backward pass for rows that do not lie on 16 bytes
     #[arg(long)]
     no_strided: bool,
+
+    /// Also the kernels for bias, mask and ALiBi, for dropout, and for packed sequences and used lengths
+    #[arg(long)]
+    options: bool,
 
     /// Print JSON instead of text
     #[arg(long)]
@@ -100,8 +104,8 @@ struct ListArgs {
 
 impl Which {
     fn selection(&self) -> Result<Selection> {
-        if let Some(head_dim) = self.head_dim.iter().find(|&&d| kernels::pad(d).is_none()) {
-            bail!("--head-dim: no kernel for {head_dim}");
+        if self.head_dim.contains(&0) {
+            bail!("--head-dim: no kernel for 0");
         }
         if self.dtype.contains(&DType::F64) {
             bail!("--dtype: no kernel for f64");
@@ -111,6 +115,7 @@ impl Which {
             head_dims: self.head_dim.clone(),
             score: !self.no_score,
             strided: !self.no_strided,
+            options: self.options,
         })
     }
 }

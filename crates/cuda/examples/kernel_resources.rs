@@ -11,7 +11,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tilewise_core::DType;
-use tilewise_cuda::kernels::{Selection, Variant, compute_of, list, shared_limit};
+use tilewise_cuda::kernels::{
+    Mask, Score, Selection, Spec, Variant, compute_of, fa2, fa2_wide, list, shared_limit, standard,
+};
 use tilewise_cuda::nvrtc::Nvrtc;
 
 /// Most variants: all of them compile within minutes on two cores.
@@ -31,12 +33,21 @@ fn chosen(arch: &str) -> Vec<Variant> {
             head_dims: vec![64, 128, 256],
             score: true,
             strided: true,
+            options: false,
         },
     );
+    let more = match compute {
+        86 | 89 => Vec::new(),
+        _ => with_options(compute),
+    };
     all.into_iter()
+        .chain(more)
         .filter(|variant| {
             let name = variant.name.as_str();
             let has = |part: &str| name.contains(part);
+            if has("-modified") || has("wide") {
+                return true;
+            }
             let plain = !has("-score") && !has("-strided");
             let state = has("-state1");
             if matches!(compute, 86 | 89) {
@@ -44,9 +55,10 @@ fn chosen(arch: &str) -> Vec<Variant> {
             }
             if name.starts_with("fa2") {
                 return match (state, plain) {
-                    (false, true) => true,
+                    // f16 differs from bf16 in one instruction.
+                    (false, true) => !has("-f16-") || has("-d128-causal"),
                     (true, _) => has("-d128-band") && !has("-strided"),
-                    (false, false) => has("-d64-causal-score-strided"),
+                    (false, false) => has("-d64-causal-score"),
                 };
             }
             if name.starts_with("bwd") {
@@ -64,6 +76,41 @@ fn chosen(arch: &str) -> Vec<Variant> {
             !has("-f16-")
         })
         .collect()
+}
+
+/// One of each kind of kernel that options ask for.
+fn with_options(compute: i32) -> Vec<Variant> {
+    let limit = shared_limit(compute);
+    let spec = |dtype, padded, mask| Spec {
+        mask,
+        score: Score::Modified,
+        pairs: dtype == DType::F32,
+        ..Spec::plain(dtype, padded)
+    };
+    let all = Spec {
+        dropout: true,
+        sequences: true,
+        ..spec(DType::BF16, 128, Mask::Upper)
+    };
+    let wide = |dtype| Spec {
+        score: Score::Folded,
+        pairs: false,
+        ..spec(dtype, 256, Mask::Upper)
+    };
+    let mut found = vec![
+        fa2::variant(&all, limit, false),
+        fa2::variant(&spec(DType::F32, 64, Mask::Full), limit, false),
+        fa2::variant(&spec(DType::BF16, 256, Mask::Upper), limit, false),
+    ];
+    for dtype in [DType::BF16, DType::F32] {
+        found.push(fa2_wide::variant(
+            &wide(dtype),
+            fa2_wide::tile(dtype, 512),
+            limit,
+        ));
+    }
+    found.extend(standard::variants(&all, limit, 1 << 20));
+    found.into_iter().flatten().collect()
 }
 
 fn number_before(log: &str, what: &str) -> Option<u32> {

@@ -6,6 +6,7 @@
 pub mod backward;
 pub mod fa1;
 pub mod fa2;
+pub mod fa2_halves;
 pub mod fa2_wide;
 pub mod pack;
 pub mod split;
@@ -45,6 +46,8 @@ pub enum Family {
     Fa1,
     /// FlashAttention-2, also in the form that absorbs keys into a state.
     Fa2,
+    /// FlashAttention-2 for 16-bit head_dims above 128.
+    Fa2Halves,
     /// FlashAttention-2 for head_dims above 256.
     Fa2Wide,
     /// Begin, merge and finish of a state; random inputs for benchmarks.
@@ -63,10 +66,11 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 10] = [
+    pub const ALL: [Family; 11] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
+        Family::Fa2Halves,
         Family::Fa2Wide,
         Family::State,
         Family::Pack,
@@ -82,6 +86,7 @@ impl Family {
             Family::Standard => "standard",
             Family::Fa1 => "fa1",
             Family::Fa2 => "fa2",
+            Family::Fa2Halves => "fa2-halves",
             Family::Fa2Wide => "fa2-wide",
             Family::State => "state",
             Family::Pack => "pack",
@@ -97,6 +102,7 @@ impl Family {
             Family::Standard => (include_str!("standard.cu"), include_str!("standard.rs")),
             Family::Fa1 => (include_str!("fa1.cu"), include_str!("fa1.rs")),
             Family::Fa2 => (include_str!("fa2.cu"), include_str!("fa2.rs")),
+            Family::Fa2Halves => (include_str!("fa2_halves.cu"), include_str!("fa2_halves.rs")),
             Family::Fa2Wide => (include_str!("fa2_wide.cu"), include_str!("fa2_wide.rs")),
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
             Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),
@@ -430,8 +436,10 @@ pub struct Selection {
     pub head_dims: Vec<usize>,
     /// Also those for softcap and for scales that are not above 0.
     pub score: bool,
-    /// Also those for rows that do not lie on 16 bytes.
+    /// Also those of running states and of the backward pass for rows that do not lie on 16 bytes.
     pub strided: bool,
+    /// Also those for bias, mask and ALiBi, for dropout, and for packed sequences and used lengths.
+    pub options: bool,
 }
 
 impl Default for Selection {
@@ -441,8 +449,39 @@ impl Default for Selection {
             head_dims: vec![64, 128, 256],
             score: true,
             strided: true,
+            options: false,
         }
     }
+}
+
+/// What a selection asks of kernels for one element type and head_dim.
+fn specs(dtype: DType, head_dim: usize, selection: &Selection) -> Vec<Spec> {
+    let widest = PADDED[PADDED.len() - 1];
+    let plain = Spec::plain(dtype, pad(head_dim).unwrap_or(widest));
+    let mut specs = Vec::new();
+    for mask in Mask::ALL {
+        for score in Score::ALL {
+            let wanted = match score {
+                Score::Folded => true,
+                Score::Applied => selection.score,
+                Score::Modified => selection.options,
+            };
+            for dropout in [false, true] {
+                for sequences in [false, true] {
+                    if wanted && (selection.options || !(dropout || sequences)) {
+                        specs.push(Spec {
+                            mask,
+                            score,
+                            dropout,
+                            sequences,
+                            ..plain
+                        });
+                    }
+                }
+            }
+        }
+    }
+    specs
 }
 
 /// The variants of a selection for an architecture, each once.
@@ -459,46 +498,46 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
     let flags = |on: bool| if on { &[false, true][..] } else { &[false][..] };
     for &dtype in &selection.dtypes {
         for &head_dim in &selection.head_dims {
-            let Some(padded) = pad(head_dim) else {
-                continue;
-            };
-            for mask in Mask::ALL {
-                for &score in flags(selection.score) {
+            for spec in specs(dtype, head_dim, selection) {
+                let bare = !spec.dropout && !spec.sequences;
+                if pad(head_dim).is_some() {
+                    let whole = Spec {
+                        pairs: dtype == DType::F32,
+                        ..spec
+                    };
+                    add(fa2::variant(&whole, limit, false));
+                } else {
+                    let tile = fa2_wide::tile(dtype, head_dim);
+                    add(fa2_wide::variant(&spec, tile, limit));
+                }
+                if bare && pad(head_dim).is_some() {
                     for &strided in flags(selection.strided) {
-                        let spec = Spec {
-                            mask,
-                            score: if score { Score::Applied } else { Score::Folded },
+                        let state = Spec {
+                            score: spec.score.max(Score::Applied),
                             aligned: !strided,
-                            ..Spec::plain(dtype, padded)
-                        };
-                        let whole = Spec {
-                            pairs: dtype == DType::F32,
                             ..spec
                         };
-                        add(fa2::variant(&whole, limit, false));
-                        add(fa2::variant(
-                            &Spec {
-                                score: Score::Applied,
-                                ..spec
-                            },
-                            limit,
-                            true,
-                        ));
+                        add(fa2::variant(&state, limit, true));
+                    }
+                    if spec.score != Score::Modified {
                         add(fa1::variant(&spec, limit));
-                        for part in backward::fa2::variants(&spec, limit, compute) {
-                            add(part);
-                        }
-                        for part in backward::baselines(&spec, limit, compute) {
-                            add(part);
-                        }
-                        for seqlen_k in [1, 1 << 20] {
-                            for part in standard::variants(&spec, limit, seqlen_k)
-                                .into_iter()
-                                .flatten()
-                            {
-                                add(Some(part));
+                        for &strided in flags(selection.strided) {
+                            let spec = Spec {
+                                aligned: !strided,
+                                ..spec
+                            };
+                            for part in backward::fa2::variants(&spec, limit, compute) {
+                                add(part);
+                            }
+                            for part in backward::baselines(&spec, limit, compute) {
+                                add(part);
                             }
                         }
+                    }
+                }
+                for seqlen_k in [1, 1 << 20] {
+                    for part in standard::variants(&spec, limit, seqlen_k) {
+                        add(part);
                     }
                 }
             }

@@ -80,8 +80,15 @@ fn check<T: Element>(name: &str, case: &Case) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// At most 24, whatever the environment asks for: most of them are kernels to compile.
+fn few() -> ProptestConfig {
+    let mut config = cases(24);
+    config.cases = config.cases.min(24);
+    config
+}
+
 proptest! {
-    #![proptest_config(cases(24))]
+    #![proptest_config(few())]
     #[test]
     fn f32_with_any_options_equals_the_definition(case in any_case()) {
         check::<f32>("f32_with_any_options_equals_the_definition", &case)?;
@@ -125,6 +132,28 @@ fn check_dims<T: Element>(name: &str, head_dim: usize, head_dim_v: usize) {
         crowded(2, shape, packed),
     ] {
         check::<T>(name, &case).unwrap_or_else(|e| panic!("{head_dim} {head_dim_v}: {e}"));
+    }
+}
+
+/// Every kernel once, on little: what the sanitizers are run on.
+#[test]
+fn little_problems_for_every_kernel() {
+    let name = "little_problems_for_every_kernel";
+    for (d, dv) in [(64, 64), (33, 50), (192, 160), (320, 24)] {
+        let shape = Dims {
+            head_dim_v: dv,
+            ..dims(2, 2, 1, 37, 75, d)
+        };
+        let packed = Sequences::Packed(vec![(20, 70), (0, 9), (33, 14)], true);
+        for case in [
+            Case::dense(1, shape),
+            crowded(2, shape, Sequences::Used(vec![40, 100, 0])),
+            crowded(3, shape, packed),
+        ] {
+            let fault = |e| panic!("{d} {dv}: {e}");
+            check::<bf16>(name, &case).unwrap_or_else(fault);
+            check::<f32>(name, &case).unwrap_or_else(fault);
+        }
     }
 }
 
