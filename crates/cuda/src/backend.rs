@@ -582,7 +582,7 @@ impl Backend for CudaBackend {
         match algorithm.resolve() {
             Algorithm::Standard => ops::standard_bytes(problem, self.standard_budget()),
             Algorithm::Fa1 => ops::fa1_bytes(problem),
-            _ => 0,
+            _ => ops::fa2_bytes(problem),
         }
     }
 

@@ -475,6 +475,15 @@ pub(crate) fn launch<B: raw::Block>(
         .map_err(|e| driver(&format!("launching {}", variant.name), e))
 }
 
+/// Bytes of workspace that `fa2` takes.
+pub(crate) fn fa2_bytes(problem: &Problem) -> u64 {
+    if splits(problem, Algorithm::Fa2) {
+        crate::split::bytes(problem)
+    } else {
+        0
+    }
+}
+
 /// Whether q, k and v become pairs of f16 first.
 pub(crate) fn splits(problem: &Problem, algorithm: Algorithm) -> bool {
     let dims = problem.dims();
@@ -511,7 +520,7 @@ fn run_fa2_forward(
     let rows = if wide {
         tile.rows
     } else {
-        fa2::rows(&spec, limit, false).ok_or_else(|| missing(&spec))?
+        fa2::rows(&spec, limit).ok_or_else(|| missing(&spec))?
     };
     let table = if sequences::needed(problem) {
         spec.sequences = true;
@@ -554,7 +563,7 @@ pub(crate) fn run_fa2(
 ) -> Result<()> {
     let limit = backend.shared_limit();
     let variant = fa2::variant(spec, limit, state).ok_or_else(|| missing(spec))?;
-    let rows = fa2::rows(spec, limit, state).ok_or_else(|| missing(spec))?;
+    let rows = fa2::rows(spec, limit).ok_or_else(|| missing(spec))?;
     args.row_blocks = (args.sq as u32).div_ceil(rows) as i32;
     if spec.mask != Mask::Full {
         args.pairs_per_group = pairs_per_group(problem, args.sk as usize, backend.l2_bytes());

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream};
-use tilewise_core::Result;
+use tilewise_core::{Problem, Result};
 
 use crate::backend::CudaBackend;
-use crate::kernels::{Spec, split};
+use crate::kernels::{Spec, pad, split};
 use crate::ops::{address, launch, scratch};
 use crate::raw::{Args, Tensor};
 
@@ -36,6 +36,16 @@ fn layout(from: &Tensor, shape: [usize; 3], columns: usize) -> (Tensor, u64) {
         sd: 1,
     };
     (to, b as u64 * h as u64 * s as u64)
+}
+
+/// Bytes that the pairs of a problem take, where no input repeats rows.
+pub(crate) fn bytes(problem: &Problem) -> u64 {
+    let d = problem.dims();
+    let padded = |columns: usize| pad(columns).map_or(0, u64::from);
+    let (columns, columns_v) = (padded(d.head_dim), padded(d.head_dim_v));
+    let q_rows = d.batch as u64 * d.num_heads as u64 * d.seqlen_q as u64;
+    let k_rows = d.batch as u64 * d.num_kv_heads as u64 * d.seqlen_k as u64;
+    q_rows * (columns + 1) * 4 + k_rows * (columns + columns_v + 2) * 4
 }
 
 /// Puts pairs of q, k and v, with their factors, in their place in `args`; the memory that holds them

@@ -213,12 +213,7 @@ impl InspectArgs {
         };
         let chosen: Vec<Variant> = kernels::list(compute, &selection)
             .into_iter()
-            .filter(|variant| {
-                // Above head_dim 128 two warps share the rows of fa2.
-                let halves =
-                    family(algorithm) == Family::Fa2 && variant.family == Family::Fa2Halves;
-                variant.family == family(algorithm) || halves
-            })
+            .filter(|variant| variant.family == family(algorithm))
             // Absorbing into a running state is another operation.
             .filter(|variant| !has(variant, "STATE", 1))
             .filter(|variant| {
@@ -259,8 +254,6 @@ fn score_bytes(variant: &Variant) -> Option<u32> {
     let (groups, keys) = match variant.family {
         Family::Fa1 => (define("MT")?, define("KW")?),
         Family::Fa2 => (define("WM")?, define("BN")?),
-        // Two groups of sixteen rows, half of a tile's keys.
-        Family::Fa2Halves => (2, define("BN")? / 2),
         _ => return None,
     };
     Some(groups * 16 * keys * 4 / 32)

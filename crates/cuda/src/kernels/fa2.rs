@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Spec, Variant, fa2_halves, pitch};
+use super::{Family, Spec, Variant, pitch};
 
 /// How a block of `tw_fa2` is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,9 +85,6 @@ fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
 /// The variant for `spec` within `limit` bytes of shared memory; `state` for the one that absorbs
 /// keys into a running state.
 pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
-    if !state && let Some(halves) = fa2_halves::variant(spec, limit) {
-        return Some(halves);
-    }
     let (tile, shared) = choose(spec, limit)?;
     Some(Variant::new(
         Family::Fa2,
@@ -108,10 +105,7 @@ pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
 }
 
 /// Query rows a block of the variant for `spec`.
-pub fn rows(spec: &Spec, limit: u32, state: bool) -> Option<u32> {
-    if !state && fa2_halves::variant(spec, limit).is_some() {
-        return Some(fa2_halves::ROWS);
-    }
+pub fn rows(spec: &Spec, limit: u32) -> Option<u32> {
     choose(spec, limit).map(|(tile, _)| tile.warps * tile.wm * 16)
 }
 

@@ -6,7 +6,6 @@
 pub mod backward;
 pub mod fa1;
 pub mod fa2;
-pub mod fa2_halves;
 pub mod fa2_wide;
 pub mod pack;
 pub mod split;
@@ -46,8 +45,6 @@ pub enum Family {
     Fa1,
     /// FlashAttention-2, also in the form that absorbs keys into a state.
     Fa2,
-    /// FlashAttention-2 for 16-bit head_dims above 128.
-    Fa2Halves,
     /// FlashAttention-2 for head_dims above 256.
     Fa2Wide,
     /// Begin, merge and finish of a state; random inputs for benchmarks.
@@ -66,11 +63,10 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 11] = [
+    pub const ALL: [Family; 10] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
-        Family::Fa2Halves,
         Family::Fa2Wide,
         Family::State,
         Family::Pack,
@@ -86,7 +82,6 @@ impl Family {
             Family::Standard => "standard",
             Family::Fa1 => "fa1",
             Family::Fa2 => "fa2",
-            Family::Fa2Halves => "fa2-halves",
             Family::Fa2Wide => "fa2-wide",
             Family::State => "state",
             Family::Pack => "pack",
@@ -102,7 +97,6 @@ impl Family {
             Family::Standard => (include_str!("standard.cu"), include_str!("standard.rs")),
             Family::Fa1 => (include_str!("fa1.cu"), include_str!("fa1.rs")),
             Family::Fa2 => (include_str!("fa2.cu"), include_str!("fa2.rs")),
-            Family::Fa2Halves => (include_str!("fa2_halves.cu"), include_str!("fa2_halves.rs")),
             Family::Fa2Wide => (include_str!("fa2_wide.cu"), include_str!("fa2_wide.rs")),
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
             Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),

@@ -19,29 +19,19 @@ template <int WMT, int NTL> DEV void hide_edge(float (&s)[WMT][NTL][4], const Sp
         }
 }
 
-// Maxima of the tile's rows.
-template <int WMT, int NTL> DEV void row_tops(const float (&s)[WMT][NTL][4], float (&top)[WMT][2]) {
-#pragma unroll
-    for (int x = 0; x < WMT; ++x)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float t = s[x][0][2 * r];
-#pragma unroll
-            for (int n = 0; n < NTL; ++n) t = fmaxf(fmaxf(t, s[x][n][2 * r]), s[x][n][2 * r + 1]);
-            top[x][r] = quad_max(t);
-        }
-}
-
 // m takes in the tile's maxima, l and acc follow; mc is what exponents of this tile subtract, after the change to base 2, or before
 // it where a bias may be so large that the change would overflow.
-template <int WMT, int NO> DEV void raise_to(const float (&top)[WMT][2], float (&m)[WMT][2], float (&l)[WMT][2], float (&acc)[WMT][NO][4], float (&mc)[WMT][2], float c) {
+template <int WMT, int NTL, int NO> DEV void raise_max(const float (&s)[WMT][NTL][4], float (&m)[WMT][2], float (&l)[WMT][2], float (&acc)[WMT][NO][4], float (&mc)[WMT][2], float c) {
     float alpha[WMT][2];
     bool moved = false;
 #pragma unroll
     for (int x = 0; x < WMT; ++x)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float now = fmaxf(m[x][r], top[x][r]);
+            float top = s[x][0][2 * r];
+#pragma unroll
+            for (int n = 0; n < NTL; ++n) top = fmaxf(fmaxf(top, s[x][n][2 * r]), s[x][n][2 * r + 1]);
+            float now = fmaxf(m[x][r], quad_max(top));
             // A row with nothing live yet keeps m = -inf; any finite reference gives it p = 0.
             float ref = now == NEG_INF ? 0.f : now;
             // Nothing to rescale before the first live key.
@@ -61,12 +51,6 @@ template <int WMT, int NO> DEV void raise_to(const float (&top)[WMT][2], float (
 #pragma unroll
                 for (int e = 0; e < 4; ++e) acc[x][n][e] *= alpha[x][e >> 1];
     }
-}
-
-template <int WMT, int NTL, int NO> DEV void raise_max(const float (&s)[WMT][NTL][4], float (&m)[WMT][2], float (&l)[WMT][2], float (&acc)[WMT][NO][4], float (&mc)[WMT][2], float c) {
-    float top[WMT][2];
-    row_tops(s, top);
-    raise_to(top, m, l, acc, mc, c);
 }
 
 // P of one fragment of scores: l takes it in whole, dropout takes some of it away from the product.
@@ -166,9 +150,8 @@ template <int ROWS, int COLS, int NT> DEV bool arrived_nonfinite(u32 tile, [[may
     return false;
 }
 
-// Rare: this tile of V has NaN or infinite values. Rows that see one get it at once, in the warp's columns from col0 on; the products
-// get zero instead.
-template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), int WMT, int NO> DEV void take_nonfinite(float (&acc)[WMT][NO][4], u32 tile, const Weights& w, int tid, int col0 = 0) {
+// Rare: this tile of V has NaN or infinite values. Rows that see one get it at once; the products get zero instead.
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), int WMT, int NO> DEV void take_nonfinite(float (&acc)[WMT][NO][4], u32 tile, const Weights& w, int tid) {
 #pragma unroll 1
     for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
@@ -181,7 +164,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), int WMT, int NO> D
 #pragma unroll
                 for (int n = 0; n < NO; ++n)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at(tile, P, k, col0 + n * 8 + 2 * (w.lane & 3) + e);
+                    for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at(tile, P, k, n * 8 + 2 * (w.lane & 3) + e);
             }
     }
     __syncthreads();

@@ -100,8 +100,6 @@ DEV u32 lds32(u32 addr) {
     return x;
 }
 
-DEV void sts32(u32 addr, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(addr), "r"(x) : "memory"); }
-
 // ---- element conversions -------------------------------------------------------------------------------------------------
 
 DEV u32 pack2(float lo, float hi) {
