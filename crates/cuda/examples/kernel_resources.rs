@@ -45,7 +45,7 @@ fn chosen(arch: &str) -> Vec<Variant> {
         .filter(|variant| {
             let name = variant.name.as_str();
             let has = |part: &str| name.contains(part);
-            if has("-modified") || has("wide") {
+            if !name.starts_with("bwd") && (has("-modified") || has("wide")) {
                 return true;
             }
             let plain = !has("-score") && !has("-strided");
