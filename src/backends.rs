@@ -40,12 +40,49 @@ pub(crate) fn known() -> Vec<BackendKind> {
     vec![BackendKind::Cuda { ordinal: 0 }, BackendKind::Cpu]
 }
 
+/// How backends are opened; a builder.
+///
+/// ```
+/// use tilewise::{Engine, BackendKind, Settings};
+/// let settings = Settings::new().device_memory(1 << 30);
+/// # if Engine::named("cpu").is_err() { return Ok(()); }
+/// let engine = Engine::with(BackendKind::Cpu, &settings)?;
+/// # Ok::<(), tilewise::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    device_memory: Option<u64>,
+}
+
+impl Settings {
+    /// What [`Engine::new`](crate::Engine::new) opens with.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes of a device's memory that inputs and outputs of one call may take; default: what the
+    /// device has. Where they are more, a GPU's `fa2` streams keys and values from host memory in
+    /// chunks; its other algorithms refuse. The CPU has no such memory and no such bound.
+    pub fn device_memory(mut self, bytes: impl Into<Option<u64>>) -> Self {
+        self.device_memory = bytes.into();
+        self
+    }
+}
+
 /// Opens one backend by name.
 ///
 /// # Errors
 /// [`Error::Unavailable`] with the exact reason; [`Error::Option`] for [`BackendKind::Auto`], which
 /// is a choice among backends and no backend.
 pub fn open(kind: BackendKind) -> Result<Arc<dyn Backend>> {
+    open_with(kind, &Settings::default())
+}
+
+/// [`open`] with settings.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_with(kind: BackendKind, settings: &Settings) -> Result<Arc<dyn Backend>> {
     match kind {
         BackendKind::Auto => Err(Error::option(
             "backend",
@@ -53,7 +90,7 @@ pub fn open(kind: BackendKind) -> Result<Arc<dyn Backend>> {
             "auto",
         )),
         BackendKind::Cpu => open_cpu(),
-        BackendKind::Cuda { ordinal } => open_cuda(ordinal),
+        BackendKind::Cuda { ordinal } => open_cuda(ordinal, settings),
     }
 }
 
@@ -68,12 +105,17 @@ fn open_cpu() -> Result<Arc<dyn Backend>> {
 }
 
 #[cfg(feature = "cuda")]
-fn open_cuda(ordinal: usize) -> Result<Arc<dyn Backend>> {
-    Ok(Arc::new(tilewise_cuda::CudaBackend::new(ordinal)?))
+fn open_cuda(ordinal: usize, settings: &Settings) -> Result<Arc<dyn Backend>> {
+    let backend = tilewise_cuda::CudaBackend::with(tilewise_cuda::CudaOptions {
+        ordinal,
+        device_memory: settings.device_memory,
+        ..tilewise_cuda::CudaOptions::default()
+    })?;
+    Ok(Arc::new(backend))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_cuda(ordinal: usize) -> Result<Arc<dyn Backend>> {
+fn open_cuda(ordinal: usize, _: &Settings) -> Result<Arc<dyn Backend>> {
     Err(not_built(BackendKind::Cuda { ordinal }))
 }
 

@@ -8,7 +8,7 @@ use tilewise_core::{
     GradientsMut, Inputs, Options, Problem, Result, RunningState, TensorViewMut, allocate,
 };
 
-use crate::backends::{known, open, reason};
+use crate::backends::{Settings, known, open_with, reason};
 use crate::kind::BackendKind;
 
 /// Environment variable that [`Engine::auto`] reads.
@@ -84,15 +84,23 @@ impl Engine {
     /// [`Error::Unavailable`] with the exact reason. A backend asked for by name is never replaced
     /// by another.
     pub fn new(kind: BackendKind) -> Result<Engine> {
+        Engine::with(kind, &Settings::default())
+    }
+
+    /// The backend of this kind, opened with settings.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn with(kind: BackendKind, settings: &Settings) -> Result<Engine> {
         if kind != BackendKind::Auto {
             return Ok(Engine {
-                candidates: vec![(kind, open(kind)?)],
+                candidates: vec![(kind, open_with(kind, settings)?)],
                 missing: Vec::new(),
             });
         }
         let (mut candidates, mut missing) = (Vec::new(), Vec::new());
         for kind in known() {
-            match open(kind) {
+            match open_with(kind, settings) {
                 Ok(backend) => candidates.push((kind, backend)),
                 Err(error) => {
                     tracing::info!(%kind, %error, "backend passed over");

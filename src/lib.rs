@@ -48,7 +48,7 @@ mod backends;
 mod engine;
 mod kind;
 
-pub use backends::{BackendStatus, backends, open};
+pub use backends::{BackendStatus, Settings, backends, open, open_with};
 pub use engine::{Attention, BackwardInfo, Engine, ForwardInfo};
 pub use kind::BackendKind;
 

@@ -11,7 +11,7 @@ use serde_json::json;
 use tilewise::{Algorithm, BackendKind, Element, Engine, ForwardReport, Problem, TensorViewMut};
 
 use crate::args::problem::ProblemArgs;
-use crate::args::select;
+use crate::args::select::{self, DeviceArgs};
 use crate::args::tensors::{Layout, TensorArgs};
 use crate::cli::Verdict;
 use crate::container::{Plain, Tensor, write_safetensors};
@@ -42,6 +42,9 @@ pub(crate) struct RunArgs {
     /// Threads of the CPU backend [default: RAYON_NUM_THREADS, then all]
     #[arg(long, value_name = "N", value_parser = select::parse_threads)]
     threads: Option<NonZeroUsize>,
+
+    #[command(flatten)]
+    device: DeviceArgs,
 
     /// File to write: o with the axes of q, lse without the last of them
     #[arg(short, long, value_name = "OUT.safetensors")]
@@ -82,7 +85,7 @@ fn engine(args: &RunArgs) -> Result<Engine> {
         },
     };
     match &args.isa {
-        None => Ok(Engine::new(backend)?),
+        None => Ok(Engine::with(backend, &args.device.settings())?),
         Some(name) => match backend {
             BackendKind::Auto | BackendKind::Cpu => {
                 Ok(Engine::with_backend(BackendKind::Cpu, isa::open_cpu(name)?))

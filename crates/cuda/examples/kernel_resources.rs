@@ -45,7 +45,10 @@ fn chosen(arch: &str) -> Vec<Variant> {
         .filter(|variant| {
             let name = variant.name.as_str();
             let has = |part: &str| name.contains(part);
-            if !name.starts_with("bwd") && (has("-modified") || has("wide")) {
+            if !name.starts_with("bwd")
+                && !name.starts_with("decode")
+                && (has("-modified") || has("wide"))
+            {
                 return true;
             }
             let plain = !has("-score") && !has("-strided");
@@ -65,6 +68,17 @@ fn chosen(arch: &str) -> Vec<Variant> {
                 let both = has("bwd-fa2-bf16-d64-") || has("bwd-fa2-bf16-d128-");
                 let causal = plain && !has("-dropout") && has("-causal");
                 return causal && (both && has("-dq1-") || has("bwd-dq-bf16-d128-"));
+            }
+            if name.starts_with("decode") {
+                let plain = plain && !has("-modified");
+                // The plain ones of a head_dim of 128, and for Hopper one of each other kind.
+                let wide = compute == 90 && (has("decode-f32-d128") || has("-bf16-d256"));
+                return match (plain, has("-paged1")) {
+                    (true, false) => has("decode-bf16-d128") || wide,
+                    _ => {
+                        compute == 90 && has("-f16-d64-band-modified-strided-wm1") && has("-paged1")
+                    }
+                };
             }
             if name.starts_with("fa1") {
                 return plain && has("-causal");

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop};
 use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
@@ -16,10 +16,13 @@ use tilewise_core::{
 
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
 use crate::cache::Store;
-use crate::error::{allocation, driver, unavailable};
+use crate::decode;
+use crate::error::{allocation, driver, unavailable, unsupported};
 use crate::module::Modules;
 use crate::ops::{self, DeviceInputs};
 use crate::probe::{probe, version_name};
+use crate::raw;
+use crate::streamed;
 use crate::view::{DeviceMask, DeviceView, DeviceViewMut};
 
 /// Device memory that `standard` may take for S and P at once, if more is free.
@@ -34,6 +37,10 @@ pub struct CudaOptions {
     pub cache: Option<PathBuf>,
     /// Folder of kernels built ahead; `None`: `TILEWISE_KERNELS_DIR`.
     pub kernels: Option<PathBuf>,
+    /// Bytes of device memory that q, k, v, out and lse of one call on host tensors may take; `None`: what
+    /// the device has. Where they are more, `fa2` streams k and v through the device in chunks; the
+    /// other algorithms refuse.
+    pub device_memory: Option<u64>,
     /// NVRTC, or its folder; `None`: `TILEWISE_NVRTC`, else the usual places.
     pub nvrtc: Option<PathBuf>,
 }
@@ -50,6 +57,9 @@ struct Shared {
     l2: u64,
     multiprocessors: i32,
     memory: u64,
+    budget: u64,
+    /// Decode kernels by what they serve.
+    known: crate::decode::Known,
     /// Streams at rest: each host call takes one, so that calls from several threads overlap.
     streams: Mutex<Vec<Arc<CudaStream>>>,
 }
@@ -116,6 +126,8 @@ impl CudaBackend {
                 l2: l2.max(0) as u64,
                 multiprocessors,
                 memory: device.memory,
+                budget: options.device_memory.unwrap_or(device.memory),
+                known: crate::decode::Known::default(),
                 streams: Mutex::default(),
             }),
             sums: Sums::default(),
@@ -161,6 +173,26 @@ impl CudaBackend {
     /// The CUDA version of the driver, as 13000 for 13.0.
     pub fn driver_version(&self) -> i32 {
         self.shared.driver
+    }
+
+    /// Whether a kernel may be launched before the one ahead of it has ended.
+    pub(crate) fn launches_dependents(&self) -> bool {
+        self.shared.compute >= 90
+    }
+
+    pub(crate) fn known(&self) -> &crate::decode::Known {
+        &self.shared.known
+    }
+
+    /// Whether a call on host tensors would take more device memory than it may.
+    fn streams(&self, problem: &Problem) -> bool {
+        problem.bytes() > self.shared.budget as f64
+    }
+
+    /// What streaming may take: a tenth of a whole device stays for what else lives there.
+    fn streaming_budget(&self) -> u64 {
+        let shared = &self.shared;
+        shared.budget.min(shared.memory / 10 * 9)
     }
 
     pub(crate) fn standard_budget(&self) -> u64 {
@@ -212,6 +244,12 @@ impl CudaBackend {
         mut out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<()> {
+        if self.streams(problem) {
+            return streamed::forward(self, problem, inputs, out, lse, self.streaming_budget());
+        }
+        if decode::serves(problem, algorithm) {
+            return decode::forward_host(self, problem, inputs, out, lse);
+        }
         let dims = *problem.dims();
         self.on_stream(|stream| {
             let q = Uploaded::new(stream, "q", &inputs.q)?;
@@ -474,6 +512,13 @@ impl<T: Copy + Default + DeviceRepr> Uploaded<T> {
         })
     }
 
+    /// Where it lies, for use on `stream`.
+    pub(crate) fn place<'s>(&'s self, stream: &'s CudaStream) -> (raw::Tensor, SyncOnDrop<'s>) {
+        let (base, guard) = self.memory.device_ptr(stream);
+        let ptr = base + (self.offset * size_of::<T>()) as u64;
+        (crate::view::tensor(ptr, self.strides), guard)
+    }
+
     pub(crate) fn view(&self) -> Result<DeviceView<'_>>
     where
         T: Element,
@@ -488,7 +533,11 @@ impl Uploaded<u8> {
     }
 }
 
-fn upload<T: DeviceRepr>(stream: &Arc<CudaStream>, name: &str, data: &[T]) -> Result<CudaSlice<T>> {
+pub(crate) fn upload<T: DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    name: &str,
+    data: &[T],
+) -> Result<CudaSlice<T>> {
     stream
         .clone_htod(data)
         .map_err(|e| allocation(name, size_of_val(data) as u64, e))
@@ -575,7 +624,16 @@ impl Backend for CudaBackend {
     }
 
     fn supports(&self, problem: &Problem, algorithm: Algorithm) -> Result<()> {
-        ops::supports(problem, algorithm)
+        if !self.streams(problem) {
+            return ops::supports(problem, algorithm);
+        }
+        match algorithm.resolve() {
+            Algorithm::Fa2 => streamed::supports(problem),
+            other => Err(unsupported(format!(
+                "{other} where inputs and outputs take more than {} bytes of device memory (fa2 streams them)",
+                self.shared.budget
+            ))),
+        }
     }
 
     fn workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
@@ -601,7 +659,7 @@ impl Backend for CudaBackend {
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<ForwardReport> {
         check_outputs(problem, &out, lse.as_ref())?;
-        ops::supports(problem, algorithm)?;
+        self.supports(problem, algorithm)?;
         let dtype = out.dtype();
         match (inputs, out) {
             (AnyInputs::F32(inputs), AnyTensorMut::F32(out)) => {

@@ -24,6 +24,7 @@ pub mod backend;
 pub mod backward;
 pub mod bench;
 pub mod cache;
+pub mod decode;
 pub mod error;
 pub mod kernels;
 pub mod module;
@@ -36,6 +37,7 @@ pub mod records;
 mod sequences;
 mod split;
 pub mod state;
+mod streamed;
 mod tile;
 pub mod view;
 

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _};
-use tilewise_core::{Algorithm, DType, Dropout, Error, Problem, Result};
+use tilewise_core::{Algorithm, DType, Dropout, Error, Problem, Result, Sequence};
 
 use crate::backend::CudaBackend;
+use crate::decode::{self, Placed};
 use crate::error::{allocation, driver, unsupported};
 use crate::kernels::{
     Mask, PADDED, Score, Spec, Variant, fa1, fa2, fa2_wide, pack as packing, pad, standard,
@@ -24,6 +25,16 @@ const GRID_Y: u64 = 65_535;
 /// # Errors
 /// [`Error::Unsupported`] naming the first thing it cannot do.
 pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
+    if decode::serves(problem, algorithm) {
+        decode::supports(problem)
+    } else {
+        supports_tiled(problem, algorithm)
+    }
+}
+
+/// Whether the kernels that take rows in tiles of their own can do `problem`; those that hold a
+/// running state are among them.
+pub(crate) fn supports_tiled(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     let refuse = |what: String| Err(unsupported(format!("{what} with {}", algorithm.resolve())));
     match problem.dtype() {
         DType::F16 | DType::BF16 | DType::F32 => {}
@@ -351,7 +362,7 @@ pub fn forward(
 /// Asynchronous: everything is queued on `stream` (of this backend's context, the caller's own for
 /// instance) and the call returns at once. Inputs are read as they lie; those whose rows are not of
 /// 16-byte multiples at 16-byte addresses are first laid out anew in memory of the stream's pool, and
-/// `standard` and `fa1` take workspace from there. `out` is `[batch, num_heads, seqlen_q, head_dim_v]`,
+/// `standard`, `fa1` and `fa2` for few queries take workspace from there. `out` is `[batch, num_heads, seqlen_q, head_dim_v]`,
 /// `lse` f32 `[batch, num_heads, seqlen_q, 1]`, contiguous. Concurrent calls from several threads and on
 /// several streams are safe.
 ///
@@ -368,6 +379,11 @@ pub fn forward_with(
 ) -> Result<()> {
     supports(problem, algorithm)?;
     let dims = problem.dims();
+    if problem.page_size().is_some() {
+        return Err(unsupported(
+            "keys in pages without their table (decode::forward_paged takes it)",
+        ));
+    }
     inputs.check(problem)?;
     expect_dtype("out", out.dtype(), problem.dtype())?;
     expect("out", out.shape(), dims.out_shape())?;
@@ -378,6 +394,32 @@ pub fn forward_with(
         return Ok(());
     }
     backend.bind()?;
+    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+    let spread = |tensor, shape| broadcast(tensor, shape, full).unwrap_or_default();
+    if decode::serves(problem, algorithm) {
+        let (bias, _bias) = inputs.bias.as_ref().map(|x| x.acquire(stream)).unzip();
+        let (mask, _mask) = inputs.mask.as_ref().map(|x| x.acquire(stream)).unzip();
+        let (q, _q) = inputs.q.acquire(stream);
+        let (k, _k) = inputs.k.acquire(stream);
+        let (v, _v) = inputs.v.acquire(stream);
+        let (o, _o) = out.acquire(stream);
+        let (lse, _lse) = lse.map(|lse| lse.acquire(stream)).unzip();
+        let placed = Placed {
+            q,
+            k,
+            v,
+            o,
+            bias: bias
+                .zip(inputs.bias)
+                .map_or(Tensor::default(), |(t, view)| spread(t, view.shape())),
+            mask: mask
+                .zip(inputs.mask)
+                .map_or(Tensor::default(), |(t, view)| spread(t, view.shape())),
+            lse: lse.map_or(0, |lse| lse.ptr),
+            ..Placed::default()
+        };
+        return decode::run(backend, stream, problem, &placed);
+    }
     let Plan { mut args, mut spec } = plan(problem, 0, dims.seqlen_k)?;
     let mut guards = Vec::with_capacity(8);
     let mut take = |(tensor, guard): (Tensor, Option<_>)| {
@@ -403,8 +445,6 @@ pub fn forward_with(
     if let Some(lse) = lse {
         args.lse = take(lse.acquire(stream)).ptr;
     }
-    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
-    let spread = |tensor, shape| broadcast(tensor, shape, full).unwrap_or_default();
     if let Some(bias) = &inputs.bias {
         args.bias = spread(take(bias.acquire(stream)), bias.shape());
     }
@@ -436,6 +476,20 @@ pub fn forward_with(
         let elements = (dims.batch * dims.num_heads * beyond.len() * dims.head_dim_v.max(1)) as u64;
         let clear = packing::variant("tw_clear_rows", spec.dtype);
         launch_grid_stride(backend, stream, &clear, elements, &args)?;
+    }
+    if algorithm.resolve() == Algorithm::Fa2 {
+        // The sequences with few rows, if they are packed with others.
+        let placed = Placed {
+            q: args.q,
+            k: args.k,
+            v: args.v,
+            o: args.o,
+            bias: args.bias,
+            mask: args.mask,
+            lse: args.lse,
+            ..Placed::default()
+        };
+        decode::run(backend, stream, problem, &placed)?;
     }
     spec.mask = sequences::mask(problem);
     let result = match algorithm.resolve() {
@@ -524,7 +578,8 @@ fn run_fa2_forward(
     };
     let table = if sequences::needed(problem) {
         spec.sequences = true;
-        let Some(table) = OnDevice::new(stream, problem, rows as usize)? else {
+        let own = |sequence: &Sequence| !decode::takes(problem, sequence);
+        let Some(table) = OnDevice::new(stream, problem, rows as usize, own)? else {
             return Ok(());
         };
         table.place(stream, &mut args)?;

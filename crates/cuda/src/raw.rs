@@ -1,7 +1,7 @@
 //! The raw level: the kernels' argument block, bit for bit, and an unchecked launch.
 
 use cudarc::driver::{
-    CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
 };
 
 /// A `[batch, heads, seqlen, head_dim]` tensor in device memory; strides in elements.
@@ -74,6 +74,69 @@ pub struct Args {
 // SAFETY: repr(C) of integers and floats only, the layout `struct Args` of prelude.cu has.
 unsafe impl DeviceRepr for Args {}
 
+/// Rows of q and the keys they attend to, as `Sequence` in `decode.cu`; the fields are those of
+/// [`tilewise_core::problem::Sequence`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Sequence {
+    pub q_batch: i32,
+    pub q_start: i32,
+    pub sq: i32,
+    pub k_batch: i32,
+    pub k_start: i32,
+    pub sk: i32,
+}
+
+// SAFETY: repr(C) of integers only.
+unsafe impl DeviceRepr for Sequence {}
+
+/// What the decode kernels take, by value; the fields are described in `decode.cu`, which mirrors it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)] // documented where the kernels read them
+pub struct Decode {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub o: Tensor,
+    pub bias: Tensor,
+    pub mask: Tensor,
+    pub lse: u64,
+    pub sequences: u64,
+    pub table: u64,
+    pub slopes: u64,
+    pub sinks: u64,
+    pub m: u64,
+    pub l: u64,
+    pub acc: u64,
+    pub kv_heads: i32,
+    pub group: i32,
+    pub sq: i32,
+    pub sk: i32,
+    pub d: i32,
+    pub dv: i32,
+    pub left: i32,
+    pub right: i32,
+    pub bottom_right: i32,
+    pub parts: i32,
+    pub slots: i32,
+    pub rows: i32,
+    pub row_blocks: i32,
+    pub lse_rows: i32,
+    pub page_size: i32,
+    pub width: i32,
+    pub pages: i32,
+    pub pairs: i32,
+    pub most_rows: i32,
+    pub scale: f32,
+    pub softcap: f32,
+}
+
+// SAFETY: repr(C) of integers and floats only, the layout `struct Decode` of decode.cu has; its tail is
+// padded on both sides alike.
+unsafe impl DeviceRepr for Decode {}
+
 /// What the backward kernels take, by value; mirrored by `Grads` in `backward/common.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -104,6 +167,7 @@ unsafe impl DeviceRepr for BackwardArgs {}
 pub trait Block: DeviceRepr {}
 impl Block for Args {}
 impl Block for BackwardArgs {}
+impl Block for Decode {}
 
 /// Grid and block of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,6 +204,46 @@ pub unsafe fn launch<B: Block>(
     .map(|_| ())
 }
 
+/// As [`launch`], but the kernel may start before the one ahead of it on `stream` has ended, where the
+/// device can do that (compute capability 9.0 and later); it must wait for that one by itself.
+///
+/// # Safety
+/// As [`launch`], and the kernel must begin with `griddepcontrol.wait` where it is compiled for such a
+/// device.
+pub unsafe fn launch_dependent<B: Block>(
+    stream: &CudaStream,
+    function: sys::CUfunction,
+    shape: Shape,
+    args: &B,
+) -> Result<(), DriverError> {
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: 1,
+        },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: shape.grid.0,
+        gridDimY: shape.grid.1,
+        gridDimZ: 1,
+        blockDimX: shape.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shape.shared,
+        hStream: stream.cu_stream(),
+        attrs: &mut attribute,
+        numAttrs: 1,
+    };
+    let mut params = [std::ptr::from_ref(args)
+        .cast_mut()
+        .cast::<std::ffi::c_void>()];
+    // SAFETY: the configuration and the one parameter live to the end of the call, which copies them;
+    // the rest is the caller's promise.
+    unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut()) }
+        .result()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,6 +255,10 @@ mod tests {
         assert_eq!(size_of::<Args>(), words + 24 * 4);
         assert_eq!(std::mem::offset_of!(Args, batch), words);
         assert_eq!(std::mem::offset_of!(Args, scale), words + 21 * 4);
+        // 6 tensors, 8 words of 8 bytes, 21 of 4 bytes, 4 bytes to the end of an 8-byte word.
+        assert_eq!(std::mem::offset_of!(Decode, kv_heads), 6 * 40 + 8 * 8);
+        assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 8 * 8 + 19 * 4);
+        assert_eq!(size_of::<Decode>(), 6 * 40 + 8 * 8 + 22 * 4);
     }
 
     #[test]

@@ -83,10 +83,11 @@ fn entry(problem: &Problem, sequence: &Sequence) -> Entry {
     }
 }
 
-/// The row blocks of `rows` rows of every sequence, those with the most live keys first.
-fn work(problem: &Problem, rows: usize) -> Vec<Work> {
+/// The row blocks of `rows` rows of every sequence that is `taken`, those with the most live keys first.
+fn work(problem: &Problem, rows: usize, taken: impl Fn(&Sequence) -> bool) -> Vec<Work> {
     let mut blocks = Vec::new();
-    for (number, sequence) in problem.sequences().iter().enumerate() {
+    let own = |(_, sequence): &(usize, &Sequence)| taken(sequence);
+    for (number, sequence) in problem.sequences().iter().enumerate().filter(own) {
         let rule = problem.mask_rule(sequence);
         for block in 0..sequence.seqlen_q.div_ceil(rows) {
             let first = block * rows;
@@ -112,13 +113,14 @@ pub(crate) struct OnDevice {
 }
 
 impl OnDevice {
-    /// Those of `problem` for blocks of `rows` rows; `None` if there is no row.
+    /// Those of `problem`'s sequences that are `taken`, for blocks of `rows` rows; `None` if there is no row.
     pub(crate) fn new(
         stream: &Arc<CudaStream>,
         problem: &Problem,
         rows: usize,
+        taken: impl Fn(&Sequence) -> bool,
     ) -> Result<Option<OnDevice>> {
-        let work = work(problem, rows);
+        let work = work(problem, rows, taken);
         if work.is_empty() {
             return Ok(None);
         }
@@ -236,7 +238,7 @@ mod tests {
         let problem = Problem::new(&inputs, &Options::new().causal(true)).unwrap();
         assert!(needed(&problem));
         assert_eq!(rows_beyond(&problem), 400..700);
-        let blocks = work(&problem, 64);
+        let blocks = work(&problem, 64, |_| true);
         assert_eq!(blocks.len(), 2 + 5);
         let keys = |w: &Work| {
             let sequence = &problem.sequences()[w.sequence as usize];

@@ -13,7 +13,7 @@ use tilewise_core::{
 use crate::backend::{CudaBackend, Uploaded, device_zeros, download, wrong_dtype};
 use crate::error::{driver, unsupported};
 use crate::kernels::Score;
-use crate::ops::{self, Plan, run_fa2, run_state, supports};
+use crate::ops::{self, Plan, run_fa2, run_state, supports_tiled};
 use crate::raw::{self, Args};
 use crate::view::{DeviceView, aligned};
 
@@ -67,7 +67,7 @@ pub struct DeviceBlock<'a> {
 }
 
 fn stateless(problem: &Problem) -> Result<()> {
-    supports(problem, Algorithm::Fa2)?;
+    supports_tiled(problem, Algorithm::Fa2)?;
     let refuse = |what: &str| Err(unsupported(format!("{what} with a running state")));
     if crate::sequences::needed(problem) {
         return refuse("packed sequences or used lengths");
@@ -103,7 +103,7 @@ impl CudaBackend {
     /// A state that has seen no key, on `stream`.
     ///
     /// # Errors
-    /// What [`supports`] refuses, and failures of the driver.
+    /// What [`supports`](ops::supports) refuses, and failures of the driver.
     pub fn begin_on(&self, stream: &Arc<CudaStream>, problem: &Problem) -> Result<CudaState> {
         stateless(problem)?;
         self.bind()?;
@@ -299,45 +299,47 @@ impl CudaBackend {
         })
     }
 
+    /// Queues O = Õ/ℓ and L = m + ln ℓ into out at `o` and lse at address `lse`, which the caller keeps.
+    pub(crate) fn finish_on(
+        &self,
+        stream: &Arc<CudaStream>,
+        state: &mut CudaState,
+        o: raw::Tensor,
+        lse: u64,
+    ) -> Result<()> {
+        let work = state.rows() * 32;
+        if work == 0 {
+            return Ok(());
+        }
+        let problem = state.problem.clone();
+        let base = ops::plan(&problem, 0, problem.dims().seqlen_k)?.args;
+        let (mut args, _guards) = state.args(stream, base);
+        args.o = o;
+        args.lse = lse;
+        let sinks = match problem.options().get_sinks() {
+            Some(sinks) => Some(ops::upload_per_head(stream, "sinks", sinks)?),
+            None => None,
+        };
+        args.sinks = sinks.as_ref().map_or(0, |s| s.device_ptr(stream).0);
+        let dtype = problem.dtype();
+        run_state(self, stream, "tw_state_finish", dtype, work, &args)
+    }
+
     fn finish_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
         &self,
         mut state: CudaState,
         mut out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<()> {
-        let problem = state.problem.clone();
-        let dims = *problem.dims();
+        let dims = *state.problem.dims();
         self.on_stream(|stream| {
             let mut result = device_zeros::<T>(stream, "out", dims.out_shape().iter().product())?;
             let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
-            let work = state.rows() * 32;
-            if work > 0 {
-                let base = ops::plan(&problem, 0, dims.seqlen_k)?.args;
-                let (mut args, _guards) = state.args(stream, base);
+            {
                 let (ptr, _out) = result.device_ptr_mut(stream);
                 let (sum, _sums) = sums.device_ptr_mut(stream);
-                let [sb, sh, ss, sd] = crate::view::contiguous(dims.out_shape()).map(|s| s as i64);
-                args.o = raw::Tensor {
-                    ptr,
-                    sb,
-                    sh,
-                    ss,
-                    sd,
-                };
-                args.lse = sum;
-                let sinks = match problem.options().get_sinks() {
-                    Some(sinks) => Some(ops::upload_per_head(stream, "sinks", sinks)?),
-                    None => None,
-                };
-                args.sinks = sinks.as_ref().map_or(0, |s| s.device_ptr(stream).0);
-                run_state(
-                    self,
-                    stream,
-                    "tw_state_finish",
-                    problem.dtype(),
-                    work,
-                    &args,
-                )?;
+                let o = crate::view::tensor(ptr, crate::view::contiguous(dims.out_shape()));
+                self.finish_on(stream, &mut state, o, sum)?;
             }
             download(stream, &result, &mut out)?;
             if let Some(mut lse) = lse {

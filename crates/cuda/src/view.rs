@@ -405,7 +405,7 @@ fn check_output(shape: [usize; 4], strides: [isize; 4], offset: usize, len: usiz
     Ok(())
 }
 
-fn tensor(ptr: u64, strides: [isize; 4]) -> raw::Tensor {
+pub(crate) fn tensor(ptr: u64, strides: [isize; 4]) -> raw::Tensor {
     let [sb, sh, ss, sd] = strides.map(|s| s as i64);
     raw::Tensor {
         ptr,

@@ -19,6 +19,11 @@ use tilewise_cuda::cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
 use tilewise_cuda::state::Outputs;
 use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut, ops};
 
+#[path = "gpu/decode.rs"]
+mod decode;
+#[path = "gpu/streamed.rs"]
+mod streamed;
+
 fn gpu(test: &str) -> Option<CudaBackend> {
     static GPU: OnceLock<Result<CudaBackend, String>> = OnceLock::new();
     match GPU.get_or_init(|| CudaBackend::new(0).map_err(|e| e.to_string())) {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use tilewise::{Algorithm, Backend, BackendKind, Engine, Error};
+use tilewise::{Algorithm, Backend, BackendKind, Engine, Error, Settings};
 
-use crate::isa;
+use crate::{isa, ui};
 
 /// What is to be run.
 #[derive(Args, Clone, Debug)]
@@ -29,6 +29,21 @@ pub(crate) struct SelectArgs {
     /// Instruction sets of the CPU, for example avx512,avx2,portable, or all [default: TILEWISE_ISA, then the widest]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     isa: Vec<String>,
+}
+
+/// How devices are used.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Selection")]
+pub(crate) struct DeviceArgs {
+    /// Memory of a GPU that inputs and outputs may take; beyond it fa2 streams keys and values from host memory [default: all it has]
+    #[arg(long, value_name = "SIZE", value_parser = ui::parse_bytes)]
+    device_memory: Option<u64>,
+}
+
+impl DeviceArgs {
+    pub(crate) fn settings(&self) -> Settings {
+        Settings::new().device_memory(self.device_memory)
+    }
 }
 
 /// One thing to run: a backend, perhaps with a forced instruction set, and an algorithm.
@@ -68,6 +83,14 @@ impl SelectArgs {
     /// # Errors
     /// If an instruction set is not available here.
     pub(crate) fn lanes(&self) -> Result<Vec<Lane>> {
+        self.lanes_with(&Settings::new())
+    }
+
+    /// [`lanes`](Self::lanes) whose backends are opened with settings.
+    ///
+    /// # Errors
+    /// If an instruction set is not available here.
+    pub(crate) fn lanes_with(&self, settings: &Settings) -> Result<Vec<Lane>> {
         let asked = match self.backends.is_empty() {
             true => backends_of_environment()?,
             false => self.backends.clone(),
@@ -98,7 +121,7 @@ impl SelectArgs {
             for isa in forced {
                 let backend = match &isa {
                     Some(isa) => Ok(isa::open_cpu(isa)?),
-                    None => tilewise::open(kind).map_err(|error| match error {
+                    None => tilewise::open_with(kind, settings).map_err(|error| match error {
                         Error::Unavailable { reason, .. } => reason,
                         other => other.to_string(),
                     }),

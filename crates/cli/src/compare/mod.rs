@@ -14,7 +14,7 @@ use tilewise::core::tolerance::{Judge, RowSample, judge_row};
 use tilewise::{Element, Inputs, Problem};
 
 use crate::args::problem::ProblemArgs;
-use crate::args::select::{self, Lane, SelectArgs};
+use crate::args::select::{self, DeviceArgs, Lane, SelectArgs};
 use crate::args::tensors::TensorArgs;
 use crate::cli::Verdict;
 use crate::environment::Environment;
@@ -41,6 +41,8 @@ pub(crate) struct CompareArgs {
     problem: ProblemArgs,
     #[command(flatten)]
     select: SelectArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
 
     /// Threads of the CPU backend [default: RAYON_NUM_THREADS, then all]
     #[arg(long, value_name = "N", value_parser = select::parse_threads, help_heading = "Selection")]
@@ -87,7 +89,7 @@ fn parse_rows(text: &str) -> Result<RowCount, String> {
 const REFERENCE_WORK: f64 = 1e9;
 
 pub(crate) fn run(args: &CompareArgs) -> Result<Verdict> {
-    let lanes = args.select.lanes()?;
+    let lanes = args.select.lanes_with(&args.device.settings())?;
     let available = || select::all_available(&lanes);
     if lanes.iter().all(|lane| lane.backend.is_err()) {
         available()?;

@@ -4,6 +4,7 @@
 //! within an architecture's shared memory, and what a launch of it needs.
 
 pub mod backward;
+pub mod decode;
 pub mod fa1;
 pub mod fa2;
 pub mod fa2_wide;
@@ -47,6 +48,8 @@ pub enum Family {
     Fa2,
     /// FlashAttention-2 for head_dims above 256.
     Fa2Wide,
+    /// Few queries over many keys: FlashAttention-2 with the keys split.
+    Decode,
     /// Begin, merge and finish of a state; random inputs for benchmarks.
     State,
     /// Tensors laid out anew, rows of no sequence cleared.
@@ -63,11 +66,12 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 10] = [
+    pub const ALL: [Family; 11] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
         Family::Fa2Wide,
+        Family::Decode,
         Family::State,
         Family::Pack,
         Family::Split,
@@ -83,6 +87,7 @@ impl Family {
             Family::Fa1 => "fa1",
             Family::Fa2 => "fa2",
             Family::Fa2Wide => "fa2-wide",
+            Family::Decode => "decode",
             Family::State => "state",
             Family::Pack => "pack",
             Family::Split => "split",
@@ -98,6 +103,7 @@ impl Family {
             Family::Fa1 => (include_str!("fa1.cu"), include_str!("fa1.rs")),
             Family::Fa2 => (include_str!("fa2.cu"), include_str!("fa2.rs")),
             Family::Fa2Wide => (include_str!("fa2_wide.cu"), include_str!("fa2_wide.rs")),
+            Family::Decode => (include_str!("decode.cu"), include_str!("decode.rs")),
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
             Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),
             Family::Split => (include_str!("split.cu"), include_str!("split.rs")),
@@ -536,6 +542,31 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                 }
             }
         }
+        for &head_dim in &selection.head_dims {
+            let Some(padded) = pad(head_dim) else {
+                continue;
+            };
+            for &score in flags(selection.score) {
+                for &strided in flags(selection.strided) {
+                    let spec = Spec {
+                        mask: Mask::Band,
+                        score: if score {
+                            Score::Modified
+                        } else {
+                            Score::Folded
+                        },
+                        aligned: !strided,
+                        ..Spec::plain(dtype, padded)
+                    };
+                    for (rows, paged) in [(16, false), (16, true), (17, false), (17, true)] {
+                        if let Some(pair) = decode::variants(&spec, limit, rows, paged) {
+                            add(Some(pair.split));
+                            add(Some(pair.merge));
+                        }
+                    }
+                }
+            }
+        }
         for entry in state::ENTRIES {
             add(Some(state::variant(entry, dtype)));
         }
@@ -666,6 +697,10 @@ mod tests {
                             found.extend(standard::variants(&spec, limit, 4096));
                             found.extend(backward::fa2::variants(&spec, limit, compute));
                             found.extend(backward::baselines(&spec, limit, compute));
+                            for (rows, paged) in [(1, false), (64, true)] {
+                                let pair = decode::variants(&spec, limit, rows, paged);
+                                found.push(pair.map(|pair| pair.split));
+                            }
                             for variant in found {
                                 let variant =
                                     variant.unwrap_or_else(|| panic!("{compute} {spec:?}"));

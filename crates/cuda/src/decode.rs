@@ -1,0 +1,691 @@
+//! Few queries over many keys, and keys in pages: `decode.cu` over device memory.
+//!
+//! Chosen within `fa2` by shape alone ([`serves`]). The heads of a group are rows of one tile, so K and V
+//! are read once for all of them; the keys are cut where [`chunk_keys`] says, several blocks share a head
+//! where heads are few, and the states of their chunks are folded in order. How many blocks share a head
+//! follows from the device, but no bit of the result does.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureStatus};
+use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, ValidAsZeroBits, result};
+use tilewise_core::{
+    Algorithm, Alignment, DType, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut,
+};
+
+use crate::backend::{CudaBackend, Uploaded, device_zeros, download, upload};
+use crate::error::{allocation, driver, unsupported};
+use crate::kernels::decode::{Pair, chunk_keys, variants};
+use crate::kernels::{Mask, Score, Spec, pad};
+use crate::raw::{self, Shape};
+use crate::view::{DeviceView, DeviceViewMut, aligned};
+
+/// Rows of a group (its heads times seqlen_q) up to which keys are split.
+pub const MOST_ROWS: usize = 64;
+
+/// Beyond this a window bounds nothing.
+const FAR: usize = 1 << 30;
+
+/// Whether this schedule takes `sequence` of a problem that `fa2` is asked for: few rows a group, or keys
+/// in pages. Neither batch nor lengths of keys matter, so a sequence alone is computed as in any company.
+pub(crate) fn takes(problem: &Problem, sequence: &Sequence) -> bool {
+    let dims = problem.dims();
+    let few = dims.group().saturating_mul(sequence.seqlen_q) <= MOST_ROWS
+        && pad(dims.head_dim.max(dims.head_dim_v)).is_some()
+        && problem.options().get_dropout().is_none();
+    few || problem.page_size().is_some()
+}
+
+/// Whether this schedule takes all of `problem`.
+pub fn serves(problem: &Problem, algorithm: Algorithm) -> bool {
+    let all = || problem.sequences().iter().all(|s| takes(problem, s));
+    algorithm.resolve() == Algorithm::Fa2 && (problem.page_size().is_some() || all())
+}
+
+/// Whether the kernels can do a problem that [`serves`] claims.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming the first thing they cannot do.
+pub fn supports(problem: &Problem) -> Result<()> {
+    let dims = problem.dims();
+    match problem.dtype() {
+        DType::F16 | DType::BF16 | DType::F32 => {}
+        other => return Err(unsupported(format!("dtype {other} with fa2"))),
+    }
+    if problem.options().get_dropout().is_some() {
+        return Err(unsupported("dropout over keys in pages"));
+    }
+    let width = dims.head_dim.max(dims.head_dim_v);
+    if pad(width).is_none() {
+        return Err(unsupported(format!(
+            "head_dim {width} (at most 256) with fa2"
+        )));
+    }
+    if dims.seqlen_q.saturating_add(dims.seqlen_k) > FAR
+        || dims.batch.max(problem.sequences().len()) > FAR
+    {
+        return Err(unsupported(format!(
+            "seqlen_q {} and seqlen_k {} (together at most 2^30) with fa2",
+            dims.seqlen_q, dims.seqlen_k
+        )));
+    }
+    let pairs = problem.sequences().len() as u64 * dims.num_kv_heads as u64;
+    let rows = dims.group() as u64 * dims.seqlen_q as u64;
+    if pairs.saturating_mul(rows.max(1)) > 1 << 24 {
+        return Err(unsupported(format!(
+            "{} sequences × {} heads × {} rows in one call with fa2 for few queries",
+            problem.sequences().len(),
+            dims.num_heads,
+            dims.seqlen_q
+        )));
+    }
+    Ok(())
+}
+
+/// Pages of each sequence in device memory: i32 `[batch, width]`, row-major.
+///
+/// Its entries are not looked at on the host. One that names no page makes the rows that need it NaN.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceTable {
+    ptr: CUdeviceptr,
+    width: usize,
+}
+
+impl DeviceTable {
+    /// A table of `width` entries a sequence at a device address.
+    ///
+    /// # Safety
+    /// `[batch, width]` i32 entries from `ptr` on must be readable by the device until the work that
+    /// takes this table has passed on its stream, and nothing may write there meanwhile.
+    pub unsafe fn from_raw(ptr: CUdeviceptr, width: usize) -> DeviceTable {
+        DeviceTable { ptr, width }
+    }
+}
+
+/// Where the tensors of a call lie. Those that are not given have address 0.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Placed {
+    pub(crate) q: raw::Tensor,
+    pub(crate) k: raw::Tensor,
+    pub(crate) v: raw::Tensor,
+    pub(crate) o: raw::Tensor,
+    pub(crate) bias: raw::Tensor,
+    pub(crate) mask: raw::Tensor,
+    pub(crate) lse: CUdeviceptr,
+    pub(crate) table: CUdeviceptr,
+    pub(crate) width: usize,
+    pub(crate) pages: usize,
+}
+
+/// Stream-ordered memory without cudarc's events, so that a call can be captured in a graph: taken and
+/// given back on one stream.
+struct Workspace<'a> {
+    stream: &'a CudaStream,
+    ptr: CUdeviceptr,
+}
+
+impl<'a> Workspace<'a> {
+    fn new(stream: &'a CudaStream, what: &str, bytes: u64) -> Result<Workspace<'a>> {
+        // SAFETY: a plain allocation on a live stream; nobody reads it before the kernels wrote it.
+        let ptr = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(16) as usize) }
+            .map_err(|e| allocation(what, bytes, e))?;
+        Ok(Workspace { stream, ptr })
+    }
+}
+
+impl Drop for Workspace<'_> {
+    fn drop(&mut self) {
+        // SAFETY: allocated on this stream by `new`; the free is ordered after the launches that use it.
+        // A failure here is a lost context, which the next call reports.
+        let _ = unsafe { result::free_async(self.ptr, self.stream.cu_stream()) };
+    }
+}
+
+/// States of chunks are kept for the next call on a stream up to this size.
+const MOST_KEPT: u64 = 64 << 20;
+/// And for so many streams.
+const MOST_ROOMS: usize = 16;
+
+/// Memory at rest that calls on `stream` have used: whatever comes next there is ordered after them.
+#[derive(Debug)]
+struct Room {
+    stream: Arc<CudaStream>,
+    ptr: CUdeviceptr,
+    bytes: u64,
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // A failure here is a lost context, which the next call reports.
+        let _ = self.stream.context().bind_to_thread();
+        // SAFETY: allocated on this stream, and freed in its order.
+        let _ = unsafe { result::free_async(self.ptr, self.stream.cu_stream()) };
+    }
+}
+
+/// The memory of one call: its own during a capture, where the graph keeps it, else a room.
+enum States<'a> {
+    Captured(Workspace<'a>),
+    Kept(Room),
+}
+
+impl States<'_> {
+    fn ptr(&self) -> CUdeviceptr {
+        match self {
+            States::Captured(own) => own.ptr,
+            States::Kept(room) => room.ptr,
+        }
+    }
+}
+
+/// Rooms at rest. A call takes one out and puts it back when its kernels are queued, so that two
+/// threads which queue on one stream never share.
+#[derive(Debug, Default)]
+pub(crate) struct Rooms(Mutex<Vec<Room>>);
+
+impl Rooms {
+    fn take<'a>(&self, stream: &'a Arc<CudaStream>, bytes: u64) -> Result<States<'a>> {
+        let what = "the states of chunks of keys";
+        let capturing = stream
+            .capture_status()
+            .map_err(|e| driver("cuStreamIsCapturing", e))?;
+        if capturing != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Ok(States::Captured(Workspace::new(stream, what, bytes)?));
+        }
+        let mut rest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |room: &Room| room.bytes >= bytes && Arc::ptr_eq(&room.stream, stream);
+        if let Some(at) = rest.iter().position(fits) {
+            return Ok(States::Kept(rest.swap_remove(at)));
+        }
+        // One that is too small for this stream will not be asked for again.
+        rest.retain(|room| !Arc::ptr_eq(&room.stream, stream));
+        drop(rest);
+        let bytes = bytes.max(1 << 16).next_power_of_two();
+        // SAFETY: a plain allocation on a live stream; nobody reads it before the kernels wrote it.
+        let ptr = unsafe { result::malloc_async(stream.cu_stream(), bytes as usize) }
+            .map_err(|e| allocation(what, bytes, e))?;
+        Ok(States::Kept(Room {
+            stream: Arc::clone(stream),
+            ptr,
+            bytes,
+        }))
+    }
+
+    fn give(&self, states: States<'_>) {
+        if let States::Kept(room) = states
+            && room.bytes <= MOST_KEPT
+        {
+            let mut rest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if rest.len() >= MOST_ROOMS {
+                rest.remove(0);
+            }
+            rest.push(room);
+        }
+    }
+}
+
+/// The kernels of one kind of call, loaded.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pair: Pair,
+    split: CudaFunction,
+    merge: CudaFunction,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    spec: Spec,
+    two: bool,
+    paged: bool,
+}
+
+/// What one call leaves for the next: kernels, found without making their names, and memory.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    kernels: RwLock<HashMap<Key, Arc<Ready>>>,
+    rooms: Rooms,
+}
+
+impl Known {
+    fn get(&self, backend: &CudaBackend, key: Key, rows: usize) -> Result<Arc<Ready>> {
+        let known = self.kernels.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ready) = known.get(&key) {
+            return Ok(Arc::clone(ready));
+        }
+        drop(known);
+        let pair =
+            variants(&key.spec, backend.shared_limit(), rows, key.paged).ok_or_else(|| {
+                unsupported(format!(
+                    "head_dim {} in {} within this device's shared memory",
+                    key.spec.padded, key.spec.dtype
+                ))
+            })?;
+        let ready = Arc::new(Ready {
+            split: backend.modules().get(&pair.split)?,
+            merge: backend.modules().get(&pair.merge)?,
+            pair,
+        });
+        self.kernels
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(key, Arc::clone(&ready));
+        Ok(ready)
+    }
+}
+
+/// Blocks that share a head's keys: as many as finish first, if each chunk takes as long as any other.
+/// `heads` blocks there would be without sharing, `room` fit the device at once.
+fn parts(heads: u64, chunks: usize, room: u64) -> usize {
+    let cost = |parts: usize| {
+        let waves = (heads * parts as u64).div_ceil(room.max(1)) as f64;
+        // A quarter of a chunk to fill the pipeline, and about one for the second kernel.
+        waves * (chunks.div_ceil(parts) as f64 + 0.25) + if parts > 1 { 1.0 } else { 0.0 }
+    };
+    (1..=chunks.max(1))
+        .min_by(|&a, &b| cost(a).total_cmp(&cost(b)))
+        .unwrap_or(1)
+}
+
+/// What the kernels must be told of sequences: one length for all, or a list.
+enum Lengths {
+    Uniform(usize),
+    Each(Vec<raw::Sequence>),
+}
+
+fn lengths(problem: &Problem) -> Lengths {
+    let dims = problem.dims();
+    let sequences = problem.sequences();
+    let first = sequences.first().map_or(0, |s| s.seqlen_k);
+    if !problem.is_packed() && sequences.iter().all(|s| s.seqlen_k == first) {
+        return Lengths::Uniform(first);
+    }
+    let mut list: Vec<raw::Sequence> = sequences
+        .iter()
+        .filter(|s| takes(problem, s))
+        .map(|s| raw::Sequence {
+            q_batch: s.q_batch as i32,
+            q_start: s.q_start as i32,
+            sq: s.seqlen_q as i32,
+            k_batch: s.k_batch as i32,
+            k_start: s.k_start as i32,
+            sk: s.seqlen_k as i32,
+        })
+        .collect();
+    // The heaviest first, so that no long one starts last.
+    list.sort_by_key(|s| std::cmp::Reverse(s.sk));
+    let covered = sequences.last().map_or(0, |s| s.q_start + s.seqlen_q);
+    if list.len() == sequences.len() && problem.is_packed() && covered < dims.seqlen_q {
+        // Rows of no sequence see nothing, not even a sink.
+        list.push(raw::Sequence {
+            q_start: covered as i32,
+            sq: (dims.seqlen_q - covered) as i32,
+            k_batch: -1,
+            ..raw::Sequence::default()
+        });
+    }
+    Lengths::Each(list)
+}
+
+/// Queues the kernels for the sequences that this schedule [`takes`]. The caller checked shapes and dtypes against `problem` and binds the context.
+pub(crate) fn run(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    placed: &Placed,
+) -> Result<()> {
+    let (dims, options, dtype) = (problem.dims(), problem.options(), problem.dtype());
+    if dims.batch * dims.num_heads * dims.seqlen_q == 0 {
+        return Ok(());
+    }
+    let lengths = lengths(problem);
+    let (count, most_rows, longest) = match &lengths {
+        Lengths::Uniform(sk) => (dims.batch, dims.seqlen_q, *sk),
+        Lengths::Each(list) => (
+            list.len(),
+            list.iter().map(|s| s.sq).max().unwrap_or(0) as usize,
+            list.iter().map(|s| s.sk).max().unwrap_or(0) as usize,
+        ),
+    };
+    if count == 0 {
+        return Ok(());
+    }
+    let most_rows = most_rows * dims.group();
+    let width = dims.head_dim.max(dims.head_dim_v);
+    let padded = pad(width).ok_or_else(|| unsupported(format!("head_dim {width} above 256")))?;
+    let scale = problem.softmax_scale() as f32;
+    let paged = placed.table != 0;
+    let k_shape = |d| match problem.page_size() {
+        Some(size) => [placed.pages, dims.num_kv_heads, size, d],
+        None => [dims.batch, dims.num_kv_heads, dims.seqlen_k, d],
+    };
+    let q_shape = [dims.batch, dims.num_heads, dims.seqlen_q, dims.head_dim];
+    let modified = options.get_softcap().is_some()
+        || options.get_alibi_slopes().is_some()
+        || placed.bias.ptr != 0
+        || placed.mask.ptr != 0
+        || scale <= 0.0;
+    let spec = Spec {
+        mask: Mask::Band,
+        score: if modified {
+            Score::Modified
+        } else {
+            Score::Folded
+        },
+        aligned: aligned(&placed.q, q_shape, dtype)
+            && aligned(&placed.k, k_shape(dims.head_dim), dtype)
+            && aligned(&placed.v, k_shape(dims.head_dim_v), dtype)
+            && aligned(&placed.o, dims.out_shape(), dtype),
+        ..Spec::plain(dtype, padded)
+    };
+    let key = Key {
+        spec,
+        // Of no consequence for any bit: both have the same warps, and a row meets the same operations.
+        two: most_rows > 16,
+        paged,
+    };
+    let ready = backend.known().get(backend, key, most_rows)?;
+    let block_rows = ready.pair.rows as usize;
+    let row_blocks = most_rows.div_ceil(block_rows).max(1);
+    let pairs = count * dims.num_kv_heads;
+    let chunks = longest.div_ceil(chunk_keys(longest));
+    let heads = (pairs * row_blocks) as u64;
+    let room = backend.multiprocessors() * u64::from(ready.pair.blocks);
+    let parts = parts(heads, chunks, room);
+    let most_chunks = match &lengths {
+        Lengths::Uniform(_) => chunks,
+        Lengths::Each(list) => list
+            .iter()
+            .map(|s| (s.sk as usize).div_ceil(chunk_keys(s.sk as usize)))
+            .max()
+            .unwrap_or(0),
+    };
+    let right = if options.is_causal() {
+        Some(0)
+    } else {
+        options.get_window_right()
+    };
+    let far = |bound: Option<usize>| bound.map_or(FAR, |x| x.min(FAR)) as i32;
+    let mut args = raw::Decode {
+        q: placed.q,
+        k: placed.k,
+        v: placed.v,
+        o: placed.o,
+        bias: placed.bias,
+        mask: placed.mask,
+        lse: placed.lse,
+        table: placed.table,
+        kv_heads: dims.num_kv_heads as i32,
+        group: dims.group() as i32,
+        sq: dims.seqlen_q as i32,
+        sk: longest as i32,
+        d: dims.head_dim as i32,
+        dv: dims.head_dim_v as i32,
+        left: far(options.get_window_left()),
+        right: far(right),
+        bottom_right: i32::from(options.get_alignment() == Alignment::BottomRight),
+        parts: parts as i32,
+        slots: most_chunks as i32,
+        rows: most_rows.min(block_rows) as i32,
+        row_blocks: row_blocks as i32,
+        lse_rows: dims.seqlen_q as i32,
+        page_size: problem.page_size().unwrap_or(1).max(1) as i32,
+        width: placed.width as i32,
+        pages: placed.pages as i32,
+        pairs: pairs as i32,
+        most_rows: most_rows as i32,
+        scale,
+        softcap: options.get_softcap().unwrap_or(0.0) as f32,
+        ..raw::Decode::default()
+    };
+
+    // Small host arrays travel in one piece; the driver has copied them when the call returns.
+    let mut small = Vec::new();
+    let mut append = |bytes: &[u8]| {
+        let at = small.len();
+        small.extend_from_slice(bytes);
+        at as u64
+    };
+    let at_sequences = match &lengths {
+        Lengths::Uniform(_) => None,
+        Lengths::Each(list) => {
+            let mut bytes = Vec::with_capacity(list.len() * 24);
+            for s in list {
+                for word in [s.q_batch, s.q_start, s.sq, s.k_batch, s.k_start, s.sk] {
+                    bytes.extend_from_slice(&word.to_ne_bytes());
+                }
+            }
+            Some(append(&bytes))
+        }
+    };
+    let mut per_head = |values: Option<&[f32]>| {
+        values.map(|values| {
+            let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
+            append(&bytes)
+        })
+    };
+    let at_slopes = per_head(options.get_alibi_slopes());
+    let at_sinks = per_head(options.get_sinks());
+    let small_room = if small.is_empty() {
+        None
+    } else {
+        let room = Workspace::new(stream, "the lengths of sequences", small.len() as u64)?;
+        // SAFETY: `room` holds that many bytes; the source is pageable, so the driver copies it before
+        // it returns.
+        unsafe { result::memcpy_htod_async(room.ptr, &small, stream.cu_stream()) }
+            .map_err(|e| driver("copying the lengths of sequences", e))?;
+        Some(room)
+    };
+    let base = small_room.as_ref().map_or(0, |room| room.ptr);
+    let within = |at: Option<u64>| at.map_or(0, |at| base + at);
+    args.sequences = within(at_sequences);
+    args.slopes = within(at_slopes);
+    args.sinks = within(at_sinks);
+
+    let rooms = &backend.known().rooms;
+    let states = if parts > 1 {
+        let slots = heads * most_chunks as u64 * args.rows as u64;
+        let room = rooms.take(stream, slots * (u64::from(padded) + 2) * 4)?;
+        // Õ first: its rows are read in sixteen-byte pieces.
+        args.acc = room.ptr();
+        args.m = args.acc + slots * u64::from(padded) * 4;
+        args.l = args.m + slots * 4;
+        Some(room)
+    } else {
+        None
+    };
+    let launch = |function: &CudaFunction, shape: Shape, name: &str| {
+        // SAFETY: `function` was compiled from this crate's source and takes one `Decode`. The caller
+        // checked shapes against the problem, so that every address the kernel forms lies in the
+        // tensors and workspaces named in `args`; those outlive the launch on this stream.
+        unsafe { raw::launch(stream, function, shape, &args) }
+            .map_err(|e| driver(&format!("launching {name}"), e))
+    };
+    launch(
+        &ready.split,
+        Shape {
+            grid: ((heads * parts as u64) as u32, 1),
+            threads: ready.pair.split.threads,
+            shared: ready.pair.split.shared,
+        },
+        &ready.pair.split.name,
+    )?;
+    if let Some(states) = states {
+        let warps = (pairs * most_rows) as u64;
+        let shape = Shape {
+            grid: (warps.div_ceil(4) as u32, 1),
+            threads: ready.pair.merge.threads,
+            shared: 0,
+        };
+        let name = &ready.pair.merge.name;
+        if backend.launches_dependents() {
+            // SAFETY: as `launch`; the kernel waits for the one before it.
+            unsafe { raw::launch_dependent(stream, ready.merge.cu_function(), shape, &args) }
+                .map_err(|e| driver(&format!("launching {name}"), e))?;
+        } else {
+            launch(&ready.merge, shape, name)?;
+        }
+        rooms.give(states);
+    }
+    drop(small_room);
+    Ok(())
+}
+
+/// Attention over keys in pages that lie in device memory, read in place.
+///
+/// k and v are `[pages, num_kv_heads, page_size, head_dim]` with any strides; otherwise as
+/// [`ops::forward`](crate::ops::forward) with `fa2`. `problem` is what the same inputs pose on the host:
+/// its used lengths are taken, entries of `table` are not looked at before the kernel does.
+///
+/// # Errors
+/// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, and failures of the driver.
+#[allow(clippy::too_many_arguments)]
+pub fn forward_paged(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    q: &DeviceView<'_>,
+    k: &DeviceView<'_>,
+    v: &DeviceView<'_>,
+    table: DeviceTable,
+    out: &mut DeviceViewMut<'_>,
+    lse: Option<&mut DeviceViewMut<'_>>,
+) -> Result<()> {
+    supports(problem)?;
+    let dims = problem.dims();
+    let size = problem.page_size().ok_or_else(|| Error::Table {
+        expected: "a problem with keys in pages".into(),
+        got: "one without a block table".into(),
+    })?;
+    if table.width.checked_mul(size) != Some(dims.seqlen_k) {
+        return Err(Error::Table {
+            expected: format!("width × {size} = {}", dims.seqlen_k),
+            got: format!("width {}", table.width),
+        });
+    }
+    if problem.has_bias() || problem.has_mask() {
+        return Err(unsupported(
+            "a bias or a boolean mask with pages on the device",
+        ));
+    }
+    let pages = k.shape()[0];
+    let q_shape = [dims.batch, dims.num_heads, dims.seqlen_q, dims.head_dim];
+    for (name, view, shape) in [
+        ("q", q, q_shape),
+        ("k", k, [pages, dims.num_kv_heads, size, dims.head_dim]),
+        ("v", v, [pages, dims.num_kv_heads, size, dims.head_dim_v]),
+    ] {
+        crate::ops::expect_dtype(name, view.dtype(), problem.dtype())?;
+        crate::ops::expect(name, view.shape(), shape)?;
+    }
+    crate::ops::expect_dtype("out", out.dtype(), problem.dtype())?;
+    crate::ops::expect("out", out.shape(), dims.out_shape())?;
+    if let Some(lse) = &lse {
+        crate::ops::check_lse(problem, lse)?;
+    }
+    backend.bind()?;
+    let (q, _q) = q.acquire(stream);
+    let (k, _k) = k.acquire(stream);
+    let (v, _v) = v.acquire(stream);
+    let (o, _o) = out.acquire(stream);
+    let (lse, _lse) = lse.map(|lse| lse.acquire(stream)).unzip();
+    run(
+        backend,
+        stream,
+        problem,
+        &Placed {
+            q,
+            k,
+            v,
+            o,
+            lse: lse.map_or(0, |lse| lse.ptr),
+            table: table.ptr,
+            width: table.width,
+            pages,
+            ..Placed::default()
+        },
+    )
+}
+
+/// Copies the inputs to the device, runs, and copies the outputs back.
+pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
+    backend: &CudaBackend,
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    mut out: TensorViewMut<'_, T>,
+    lse: Option<TensorViewMut<'_, f32>>,
+) -> Result<()> {
+    let dims = *problem.dims();
+    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+    backend.on_stream(|stream| {
+        let q = Uploaded::new(stream, "q", &inputs.q)?;
+        let k = Uploaded::new(stream, "k", &inputs.k)?;
+        let v = Uploaded::new(stream, "v", &inputs.v)?;
+        let bias = inputs
+            .bias
+            .map(|bias| Uploaded::new(stream, "bias", &bias.broadcast_to(full)?))
+            .transpose()?;
+        let mask = inputs
+            .mask
+            .map(|mask| Uploaded::new(stream, "mask", &mask.broadcast_to(full)?))
+            .transpose()?;
+        let table = inputs
+            .block_table
+            .filter(|table| !table.pages.is_empty())
+            .map(|table| upload(stream, "block_table", table.pages))
+            .transpose()?;
+        let shape = dims.out_shape();
+        let mut result = device_zeros::<T>(stream, "out", shape.iter().product())?;
+        let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
+        {
+            use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
+            let (q, _q) = q.place(stream);
+            let (k, _k) = k.place(stream);
+            let (v, _v) = v.place(stream);
+            let (bias, _bias) = bias.as_ref().map(|x| x.place(stream)).unzip();
+            let (mask, _mask) = mask.as_ref().map(|x| x.place(stream)).unzip();
+            let (table, _table) = table.as_ref().map(|x| x.device_ptr(stream)).unzip();
+            let (o, _o) = result.device_ptr_mut(stream);
+            let (lse, _lse) = sums.device_ptr_mut(stream);
+            run(
+                backend,
+                stream,
+                problem,
+                &Placed {
+                    q,
+                    k,
+                    v,
+                    o: crate::view::tensor(o, crate::view::contiguous(shape)),
+                    bias: bias.unwrap_or_default(),
+                    mask: mask.unwrap_or_default(),
+                    lse,
+                    table: table.unwrap_or(0),
+                    width: inputs.block_table.map_or(0, |table| table.width),
+                    pages: inputs.k.shape()[0],
+                },
+            )?;
+        }
+        download(stream, &result, &mut out)?;
+        if let Some(mut lse) = lse {
+            download(stream, &sums, &mut lse)?;
+        }
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_are_shared_only_where_they_are_few() {
+        // 264 blocks fit an H200; chunks of 512 keys.
+        assert_eq!(parts(8, 16, 264), 16);
+        assert_eq!(parts(64, 16, 264), 4);
+        assert_eq!(parts(256, 8, 264), 1);
+        assert_eq!(parts(2048, 4, 264), 1);
+        assert_eq!(parts(1024, 16, 264), 1);
+        assert_eq!(parts(1, 0, 264), 1);
+        assert!(parts(8, 128, 264) >= 16);
+    }
+}
