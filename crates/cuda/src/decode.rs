@@ -59,7 +59,7 @@ pub fn supports(problem: &Problem) -> Result<()> {
     let width = dims.head_dim.max(dims.head_dim_v);
     if pad(width).is_none() {
         return Err(unsupported(format!(
-            "head_dim {width} (at most 256) with fa2"
+            "head_dim {width} (at most 256) over keys in pages"
         )));
     }
     if dims.seqlen_q.saturating_add(dims.seqlen_k) > FAR
