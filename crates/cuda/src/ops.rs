@@ -477,8 +477,14 @@ pub fn forward_with(
         let clear = packing::variant("tw_clear_rows", spec.dtype);
         launch_grid_stride(backend, stream, &clear, elements, &args)?;
     }
-    if algorithm.resolve() == Algorithm::Fa2 {
-        // The sequences with few rows, if they are packed with others.
+    // Sequences with few rows that are packed with others; a problem of one length never comes here with any.
+    let few = || {
+        problem
+            .sequences()
+            .iter()
+            .any(|s| decode::takes(problem, s))
+    };
+    if algorithm.resolve() == Algorithm::Fa2 && problem.is_packed() && few() {
         let placed = Placed {
             q: args.q,
             k: args.k,

@@ -117,6 +117,10 @@ DEV float join(float x, float a, float next, float b) { return __fmaf_rn(next, b
 // Scores in the exponent's units times this are powers of two.
 DEV float exponent(const Decode& a) { return SCORE ? LOG2E : a.scale * LOG2E; }
 
+// How far a score is above its row's reference, as an exponent of two; mc = the reference, times c unless SCORE.
+// A bias may be the most negative number there is: its product with c would be infinite.
+DEV float above(float s, float mc, float c) { return SCORE ? (s - mc) * c : fmaf(s, c, -mc); }
+
 // Writes four columns of O and, where `first`, L, of row r of the group. Sinks enter here and nowhere else.
 DEV void emit(const Decode& a, const Group& w, int r, int col, bool first, const float (&x)[4], float m, float l) {
     const int n = r / w.s.sq, i = w.s.q_start + (r - n * w.s.sq), h = w.kv * a.group + n;
@@ -533,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
                     const float ref = now == NEG_INF ? 0.f : now;
                     alpha[x][r] = m[x][r] == NEG_INF ? 1.f : ex2((m[x][r] - ref) * c);
                     m[x][r] = now;
-                    mc[x][r] = ref * c;
+                    mc[x][r] = SCORE ? ref : ref * c;
                     l[x][r] *= alpha[x][r];
                     moved |= alpha[x][r] != 1.f;
                 }
@@ -556,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
                     for (int half = 0; half < 2; ++half)
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            const float p0 = ex2(fmaf(s[x][2 * kk + half][2 * r], c, -mc[x][r])), p1 = ex2(fmaf(s[x][2 * kk + half][2 * r + 1], c, -mc[x][r]));
+                            const float p0 = ex2(above(s[x][2 * kk + half][2 * r], mc[x][r], c)), p1 = ex2(above(s[x][2 * kk + half][2 * r + 1], mc[x][r], c));
                             l[x][r] += p0 + p1;
                             pf[x][half * 2 + r] = pack2(p0, p1);
                         }
@@ -581,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
                     float p[4];
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        p[e] = ex2(fmaf(s[x][kk][e], c, -mc[x][e >> 1]));
+                        p[e] = ex2(above(s[x][kk][e], mc[x][e >> 1], c));
                         l[x][e >> 1] += p[e];
                     }
                     u32 u[4] = {__float_as_uint(p[0]), __float_as_uint(p[2]), __float_as_uint(p[1]), __float_as_uint(p[3])};
