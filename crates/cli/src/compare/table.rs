@@ -141,6 +141,8 @@ fn cells(row: &ResultRow) -> Vec<(String, Tone)> {
         plain(significant(row.median_ms)),
         plain(significant(row.gflops)),
         plain(match row.speedup_vs_standard {
+            // No third decimal: the table is as wide as it may be.
+            Some(x) if x < 0.9995 => format!("{x:.2}x"),
             Some(x) => format!("{}x", significant(Some(x))),
             None => "-".into(),
         }),
