@@ -9,14 +9,13 @@ use tilewise::{
 use crate::support::{Case, Noise, case, cases, engines};
 
 /// Training by these gradients: the example, as it stands.
-#[allow(dead_code)] // its main
-#[path = "../examples/05_train.rs"]
-mod train;
+#[path = "../examples/05_train/training.rs"]
+mod training;
 
 #[test]
 fn a_model_learns_with_these_gradients() {
     let engine = Engine::named("cpu").unwrap();
-    let (first, last) = train::train(&engine, 400).unwrap();
+    let (first, last) = training::train(&engine, 400).unwrap();
     // Guessing among 8 answers costs ln 8 = 2.08.
     assert!((1.7..2.6).contains(&first), "{first}");
     assert!(last < 0.1, "{last}");

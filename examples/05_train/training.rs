@@ -1,12 +1,4 @@
-//! A small attention model is trained on the CPU with the gradients of `Engine::backward`.
-//!
-//! The task is recall: a sequence holds pairs of a key and a value, then asks for one of the keys
-//! again. The model embeds tokens, projects them to q and k, and reads the answer off the attention
-//! output: nothing but attention can solve it.
-//!
-//! ```sh
-//! cargo run --release --example 05_train
-//! ```
+//! The model of the example, its data and its training: nothing but attention can solve its task.
 
 use tilewise::{BackwardInputs, Engine, Inputs, Options, TensorView};
 
@@ -15,7 +7,7 @@ const BATCH: usize = 32;
 /// Pairs a sequence.
 const PAIRS: usize = 6;
 /// Different keys, and different values.
-const SYMBOLS: usize = 8;
+pub(crate) const SYMBOLS: usize = 8;
 const HEADS: usize = 2;
 const DIM: usize = 8;
 
@@ -179,14 +171,4 @@ pub(crate) fn train(engine: &Engine, steps: usize) -> tilewise::Result<(f32, f32
 
 fn dot(x: &[f32], y: &[f32]) -> f32 {
     x.iter().zip(y).map(|(x, y)| x * y).sum()
-}
-
-fn main() -> tilewise::Result<()> {
-    let engine = Engine::named("cpu")?;
-    println!("guessing costs {:.3}", (SYMBOLS as f32).ln());
-    for steps in [10, 100, 200, 400] {
-        let (first, last) = train(&engine, steps)?;
-        println!("{steps:4} steps: loss from {first:.3} to {last:.3}");
-    }
-    Ok(())
 }
