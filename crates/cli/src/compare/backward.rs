@@ -330,14 +330,6 @@ fn render(report: &Report) -> String {
             ));
         }
     }
-    if report.environment.debug_build {
-        notes.push("this is a debug build: times say nothing".into());
-    }
-    if !notes.is_empty() {
-        text.push('\n');
-    }
-    for note in notes {
-        let _ = writeln!(text, "{note}");
-    }
+    super::table::notes_below(&mut text, notes, &report.environment);
     text
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::report::{FileResult, Report, ResultRow, Status};
+use crate::environment::Environment;
 use crate::ui::{self, Grid, Tone, plain, scientific, significant};
 
 /// Columns that are aligned left: backend, algorithm, instruction set.
@@ -95,7 +96,12 @@ fn tail(text: &mut String, report: &Report) {
             file.worst.unwrap_or_default()
         ));
     }
-    if report.environment.debug_build {
+    notes_below(text, notes, &report.environment);
+}
+
+/// Ends a report's text with its notes, and with what build the times are of.
+pub(super) fn notes_below(text: &mut String, mut notes: Vec<String>, environment: &Environment) {
+    if environment.debug_build {
         notes.push("this is a debug build: times say nothing".into());
     }
     if !notes.is_empty() {

@@ -139,6 +139,14 @@ impl Table<'_> {
         });
     }
 
+    fn reads(&mut self, what: &'static str, tensors: &[Tensor], relative: f64) {
+        self.times(what, |io| loaded(io, tensors), relative);
+    }
+
+    fn writes(&mut self, what: &'static str, tensors: &[Tensor], relative: f64) {
+        self.times(what, |io| stored(io, tensors), relative);
+    }
+
     fn fact(&mut self, what: &'static str, fa1: &str, fa2: &str) {
         self.rows.push(Row {
             what,
@@ -166,42 +174,18 @@ fn stored(io: &Io, tensors: &[Tensor]) -> u128 {
 }
 
 fn forward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
-    table.times(
-        "reads of an element of q",
-        |io| loaded(io, &[Tensor::Q]),
-        per.q,
-    );
-    table.times(
-        "reads of one of k, a query head",
-        |io| loaded(io, &[Tensor::K]),
-        per.k,
-    );
-    table.times(
-        "reads of one of v, a query head",
-        |io| loaded(io, &[Tensor::V]),
-        per.v,
-    );
-    table.times(
-        "reads of an element of O",
-        |io| loaded(io, &[Tensor::O]),
-        per.o,
-    );
-    table.times(
+    table.reads("reads of an element of q", &[Tensor::Q], per.q);
+    table.reads("reads of one of k, a query head", &[Tensor::K], per.k);
+    table.reads("reads of one of v, a query head", &[Tensor::V], per.v);
+    table.reads("reads of an element of O", &[Tensor::O], per.o);
+    table.writes(
         "writes of one of O, out included",
-        |io| stored(io, &[Tensor::O, Tensor::Out]),
+        &[Tensor::O, Tensor::Out],
         per.o,
     );
     let statistics = [Tensor::M, Tensor::L, Tensor::Lse];
-    table.times(
-        "statistics read, a row",
-        |io| loaded(io, &statistics),
-        per.rows,
-    );
-    table.times(
-        "statistics written, a row",
-        |io| stored(io, &statistics),
-        per.rows,
-    );
+    table.reads("statistics read, a row", &statistics, per.rows);
+    table.writes("statistics written, a row", &statistics, per.rows);
     table.times(
         "operations an element of O",
         |io| io.work.rescales + io.work.divisions,
@@ -223,54 +207,22 @@ fn forward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
 }
 
 fn backward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
-    table.times(
-        "reads of an element of q",
-        |io| loaded(io, &[Tensor::Q]),
-        per.q,
-    );
-    table.times(
-        "reads of one of dout",
-        |io| loaded(io, &[Tensor::DOut]),
-        per.o,
-    );
-    table.times(
-        "reads of one of out",
-        |io| loaded(io, &[Tensor::Out]),
-        per.o,
-    );
-    table.times("reads of one of k", |io| loaded(io, &[Tensor::K]), per.kv.0);
-    table.times("reads of one of v", |io| loaded(io, &[Tensor::V]), per.kv.1);
-    table.times(
-        "reads of an element of dQ",
-        |io| loaded(io, &[Tensor::DQSum]),
-        per.q,
-    );
-    table.times(
+    table.reads("reads of an element of q", &[Tensor::Q], per.q);
+    table.reads("reads of one of dout", &[Tensor::DOut], per.o);
+    table.reads("reads of one of out", &[Tensor::Out], per.o);
+    table.reads("reads of one of k", &[Tensor::K], per.kv.0);
+    table.reads("reads of one of v", &[Tensor::V], per.kv.1);
+    table.reads("reads of an element of dQ", &[Tensor::DQSum], per.q);
+    table.writes(
         "writes of one of dQ, dq included",
-        |io| stored(io, &[Tensor::DQSum, Tensor::DQ]),
+        &[Tensor::DQSum, Tensor::DQ],
         per.q,
     );
-    table.times(
-        "writes of one of dk",
-        |io| stored(io, &[Tensor::DK]),
-        per.kv.0,
-    );
-    table.times(
-        "writes of one of dv",
-        |io| stored(io, &[Tensor::DV]),
-        per.kv.1,
-    );
+    table.writes("writes of one of dk", &[Tensor::DK], per.kv.0);
+    table.writes("writes of one of dv", &[Tensor::DV], per.kv.1);
     let statistics = [Tensor::M, Tensor::L, Tensor::Lse, Tensor::Delta];
-    table.times(
-        "statistics read, a row",
-        |io| loaded(io, &statistics),
-        per.rows,
-    );
-    table.times(
-        "statistics written, a row",
-        |io| stored(io, &statistics),
-        per.rows,
-    );
+    table.reads("statistics read, a row", &statistics, per.rows);
+    table.writes("statistics written, a row", &statistics, per.rows);
     table.times(
         "exponentials, a pair of q and k",
         |io| io.work.exps,
