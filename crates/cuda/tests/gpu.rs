@@ -1,12 +1,11 @@
 //! The kernels against the naive definition, on a GPU. Where there is none every test says so on
 //! stderr and passes; `TILEWISE_REQUIRE_GPU=1` turns that into a failure.
 
+mod common;
 #[path = "gpu/options.rs"]
 mod options;
 
-use std::collections::BTreeSet;
-use std::io::Write as _;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -19,46 +18,12 @@ use tilewise_cuda::cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
 use tilewise_cuda::state::Outputs;
 use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut, ops};
 
+use common::{Noise, gpu};
+
 #[path = "gpu/decode.rs"]
 mod decode;
 #[path = "gpu/streamed.rs"]
 mod streamed;
-
-fn gpu(test: &str) -> Option<CudaBackend> {
-    static GPU: OnceLock<Result<CudaBackend, String>> = OnceLock::new();
-    match GPU.get_or_init(|| CudaBackend::new(0).map_err(|e| e.to_string())) {
-        Ok(backend) => Some(backend.clone()),
-        Err(reason) => {
-            assert!(
-                std::env::var_os("TILEWISE_REQUIRE_GPU").is_none(),
-                "{test} needs a GPU: {reason}"
-            );
-            static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-            if SAID.lock().unwrap().insert(test.to_owned()) {
-                // Not through eprintln: the test harness would hide it.
-                let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
-            }
-            None
-        }
-    }
-}
-
-/// Reproducible values from −2 to 2, exact in no particular type.
-struct Noise(u64);
-
-impl Noise {
-    fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 51) as f64 - 2.0
-    }
-
-    fn tensor<T: Element>(&mut self, len: usize) -> Vec<T> {
-        (0..len).map(|_| T::from_f64(self.next())).collect()
-    }
-}
 
 /// A problem's tensors in row-major order.
 struct Data<T> {

@@ -1,9 +1,7 @@
 //! The backward kernels against the gradients by definition, on a GPU. Where there is none every test
 //! says so on stderr and passes; `TILEWISE_REQUIRE_GPU=1` turns that into a failure.
 
-use std::collections::BTreeSet;
-use std::io::Write as _;
-use std::sync::{Mutex, OnceLock};
+mod common;
 
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -19,41 +17,7 @@ use tilewise_cuda::cudarc::driver::DeviceRepr;
 use tilewise_cuda::ops::DeviceInputs;
 use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut};
 
-fn gpu(test: &str) -> Option<CudaBackend> {
-    static GPU: OnceLock<Result<CudaBackend, String>> = OnceLock::new();
-    match GPU.get_or_init(|| CudaBackend::new(0).map_err(|e| e.to_string())) {
-        Ok(backend) => Some(backend.clone()),
-        Err(reason) => {
-            assert!(
-                std::env::var_os("TILEWISE_REQUIRE_GPU").is_none(),
-                "{test} needs a GPU: {reason}"
-            );
-            static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-            if SAID.lock().unwrap().insert(test.to_owned()) {
-                // Not through eprintln: the test harness would hide it.
-                let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
-            }
-            None
-        }
-    }
-}
-
-/// Reproducible values from −2 to 2, exact in no particular type.
-struct Noise(u64);
-
-impl Noise {
-    fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 51) as f64 - 2.0
-    }
-
-    fn tensor<T: Element>(&mut self, len: usize) -> Vec<T> {
-        (0..len).map(|_| T::from_f64(self.next())).collect()
-    }
-}
+use common::{Noise, gpu};
 
 /// Sizes of a setting: batch, heads, KV heads, queries, keys, head_dim, head_dim_v.
 #[derive(Clone, Copy, Debug)]
