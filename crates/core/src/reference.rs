@@ -11,7 +11,7 @@ use crate::dtype::{DType, Element};
 use crate::inputs::Inputs;
 use crate::options::Alignment;
 use crate::problem::{Problem, Sequence};
-use crate::tolerance::score_error;
+use crate::tolerance::{largest_finite, score_error, weight_error};
 use crate::view::TensorView;
 
 pub use gradients::{HeadGradients, gradients};
@@ -35,9 +35,11 @@ pub struct RowFacts {
     /// scores are proportional to it. A key whose weight P is below the mean 1/n counts n·P times
     /// as much, with P as large as such an error could make it.
     pub abs_scores: f64,
-    /// Largest finite |v| over live keys, likewise: a key counts min(1, n·P) times. Σ P|v| is at
-    /// most twice this.
-    pub max_abs_v: f64,
+    /// What roundings in the accumulator may change in out: the largest of
+    /// min(2, u_acc · ([`C1`](crate::C1) + [`C2`](crate::C2) · the key's own magnitude as above)) ·
+    /// max(|v|, |out|) over live keys, each counted min(1, n·P) times, likewise. Errors of weights
+    /// move out by Σ P ε (v − out), which is at most a small multiple of this.
+    pub out_error: f64,
     /// Number of live keys.
     pub live: usize,
 }
@@ -86,7 +88,7 @@ pub fn row<T: Element>(
     let mut facts = RowFacts {
         lse: f64::NEG_INFINITY,
         abs_scores: 0.0,
-        max_abs_v: 0.0,
+        out_error: 0.0,
         live: 0,
     };
     let Some(row) = Row::new(problem, inputs, b, h, i) else {
@@ -139,9 +141,7 @@ pub fn row<T: Element>(
                 .iter()
                 .map(|v| v.to_acc().to_f64() * factor),
         );
-        key.abs_v = values.iter().map(|v| v.abs()).fold(0.0, |max, v| {
-            if v > max && v < f64::INFINITY { v } else { max }
-        });
+        key.abs_v = largest_finite(values.iter().copied());
         for ((hi, lo), &v) in out.iter_mut().zip(&mut low).zip(&values) {
             // The weight already carries the rounding of one exponential: an exact product would
             // add nothing.
@@ -156,13 +156,16 @@ pub fn row<T: Element>(
     }
     facts.lse = m.hi + (m.lo + z.ln());
     let log_n = (keys.len() as f64).ln();
+    let max_abs_out = largest_finite(out.iter().copied());
     for key in &keys {
-        let log_share = log_n + (key.score.hi - facts.lse);
         let error = score_error(T::DTYPE, key.magnitude);
-        facts.max_abs_v = facts.max_abs_v.max(key.abs_v * log_share.min(0.0).exp());
-        facts.abs_scores = facts
-            .abs_scores
-            .max(key.magnitude * (log_share + error).min(0.0).exp());
+        let log_share = log_n + (key.score.hi - facts.lse);
+        let share = (log_share + error).min(0.0).exp();
+        let value = share * key.abs_v.max(max_abs_out);
+        facts.abs_scores = facts.abs_scores.max(key.magnitude * share);
+        facts.out_error = facts
+            .out_error
+            .max(weight_error(T::DTYPE, key.magnitude).min(2.0) * value);
     }
     facts
 }

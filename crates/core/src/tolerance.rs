@@ -5,7 +5,7 @@
 //! ```text
 //! 2 × error of the naive algorithm run in the inputs' dtype
 //!   + u · max|out| + smallest subnormal          one rounding of the output
-//!   + u_acc · (C1 + C2 · max Σ|q·k·scale|) · max|v|
+//!   + max (u_acc · (C1 + C2 · Σ|q·k·scale|) · max(|v|, |out|))
 //! ```
 //!
 //! with u and u_acc the unit roundoffs of the dtype and of its accumulator, and the maxima taken
@@ -20,7 +20,7 @@
 //!
 //! In both, Σ|q·k·scale| of a key includes |bias| and ALiBi's |slope · distance|, since the final
 //! score is rounded with them in it; and a key whose weight P is below the mean 1/n counts only
-//! n·P times, in max|v| too (see [`RowFacts`](crate::RowFacts)). Without that one huge value or score of no weight
+//! n·P times (see [`RowFacts`](crate::RowFacts)). Without that one huge value or score of no weight
 //! would let everything pass. For the same reason u_acc · (C1 + C2 · …) is at most 2 for out: an
 //! average of values cannot be farther off than they are apart.
 //!
@@ -82,6 +82,12 @@ pub const C2: f64 = 8.0;
 /// The error that a score made of terms of this size may have in the accumulator of `dtype`.
 pub(crate) fn score_error(dtype: DType, magnitude: f64) -> f64 {
     dtype.accumulator().unit_roundoff() * (C2 / 2.0) * magnitude
+}
+
+/// The relative error that the weight of such a score may have, normalised: that of its exponential
+/// and of the denominator.
+pub(crate) fn weight_error(dtype: DType, magnitude: f64) -> f64 {
+    dtype.accumulator().unit_roundoff() * (C1 + C2 * magnitude)
 }
 
 /// Which rows of the output are judged, as positions (b · num_heads + h) · seqlen_q + i.
@@ -161,7 +167,7 @@ pub struct JudgedRow {
     naive_err: f64,
     naive_lse_err: f64,
     abs_scores: f64,
-    max_abs_v: f64,
+    out_error: f64,
 }
 
 /// The reference and the naive run of one row. Rows stand alone: a caller may take them in parallel
@@ -183,7 +189,7 @@ pub fn judge_row<T: Element>(problem: &Problem, inputs: &Inputs<'_, T>, row: usi
         naive_err: 0.0,
         naive_lse_err: 0.0,
         abs_scores: facts.abs_scores,
-        max_abs_v: facts.max_abs_v,
+        out_error: facts.out_error,
         out,
     };
     let mut naive = vec![T::default(); dims.head_dim_v];
@@ -416,20 +422,10 @@ impl Judge {
         out: &TensorView<'_, T>,
         lse: Option<&TensorView<'_, f32>>,
     ) -> Result<Comparison> {
-        let check = |tensor, got: [usize; 4], expected: [usize; 4]| {
-            if got == expected {
-                return Ok(());
-            }
-            Err(Error::shape(
-                tensor,
-                format!("{expected:?}"),
-                format!("{got:?}"),
-            ))
-        };
-        check("out", out.shape(), self.dims.out_shape())?;
+        Error::expect_shape("out", out.shape(), self.dims.out_shape())?;
         if let Some(lse) = lse {
             let [b, h, s] = self.dims.lse_shape();
-            check("lse", lse.shape(), [b, h, s, 1])?;
+            Error::expect_shape("lse", lse.shape(), [b, h, s, 1])?;
         }
         let negligible = 1e-3 * self.largest_out();
         let mut outs = Errors::default();
@@ -485,7 +481,7 @@ fn same(a: f64, b: f64) -> bool {
     a == b || (a.is_nan() && b.is_nan())
 }
 
-fn largest_finite(values: impl Iterator<Item = f64>) -> f64 {
+pub(crate) fn largest_finite(values: impl Iterator<Item = f64>) -> f64 {
     values
         .map(f64::abs)
         .filter(|x| x.is_finite())
@@ -507,12 +503,13 @@ fn tolerance(dtype: DType, rows: &[JudgedRow]) -> Tolerance {
     let naive_lse_err = max(|row| row.naive_lse_err);
     let max_out = largest_finite(rows.iter().flat_map(|row| &row.out).copied());
     let max_lse = max(|row| row.lse);
-    let relative = dtype.accumulator().unit_roundoff() * (C1 + C2 * max(|row| row.abs_scores));
     let rounding = dtype.unit_roundoff() * max_out + smallest_subnormal(dtype);
-    let accumulation = relative.min(2.0) * max(|row| row.max_abs_v);
+    let accumulation = max(|row| row.out_error);
     Tolerance {
         out: 2.0 * naive_err + rounding + accumulation,
-        lse: 2.0 * naive_lse_err + DType::F32.unit_roundoff() * max_lse + relative,
+        lse: 2.0 * naive_lse_err
+            + DType::F32.unit_roundoff() * max_lse
+            + weight_error(dtype, max(|row| row.abs_scores)),
         naive_err,
         naive_lse_err,
         rounding,

@@ -1,7 +1,9 @@
 //! The judge: what it lets pass and what it does not.
 
 use tilewise_core::half::{bf16, f16};
-use tilewise_core::{Element, Inputs, Judge, Options, Problem, RowSample, TensorView, judge_row};
+use tilewise_core::{
+    DType, Element, Inputs, Judge, Options, Problem, RowSample, TensorView, judge_row,
+};
 
 fn view<T: Copy>(data: &[T], shape: [usize; 4]) -> TensorView<'_, T> {
     TensorView::bhsd(data, shape).unwrap()
@@ -214,4 +216,22 @@ fn what_has_no_weight_loosens_nothing() {
     assert!(judge([1e5, 1e5 - 1.0, 0.0], [1.0, 2.0, 3.0]).out > 1e-2);
     // An average of values is off by no more than their size.
     assert!(judge([1e30, 1e30, 0.0], [1.0, 2.0, 3.0]).out < 7.0);
+}
+
+#[test]
+fn the_error_of_a_large_score_counts_where_its_weight_is_small() {
+    // Alone beside a sink: out is the key's weight, e^-10, which is as good as its score of 60.
+    let (q, k, v) = ([60f32], [1f32], [1f32]);
+    let shape = [1, 1, 1, 1];
+    let inputs = Inputs::new(view(&q, shape), view(&k, shape), view(&v, shape));
+    let options = Options::new().softmax_scale(1.0).sinks(vec![70.0]);
+    let problem = Problem::new(&inputs, &options).unwrap();
+    let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
+    let (_, out, _) = judge.reference_row(0);
+    let off = |score: f64| {
+        let out = [(out[0] * (1.0 + score)) as f32];
+        judge.compare(&view(&out, shape), None).unwrap().pass
+    };
+    let rounding = 60.0 * DType::F32.unit_roundoff();
+    assert!(off(4.0 * rounding) && !off(40.0 * rounding));
 }
