@@ -163,22 +163,10 @@ pub fn check_outputs(
             got: out.dtype(),
         });
     }
-    if out.shape() != dims.out_shape() {
-        return Err(Error::shape(
-            "out",
-            format!("{:?}", dims.out_shape()),
-            format!("{:?}", out.shape()),
-        ));
-    }
+    Error::expect_shape("out", out.shape(), dims.out_shape())?;
     if let Some(lse) = lse {
         let [b, h, s] = dims.lse_shape();
-        if lse.shape() != [b, h, s, 1] {
-            return Err(Error::shape(
-                "lse",
-                format!("{:?}", [b, h, s, 1]),
-                format!("{:?}", lse.shape()),
-            ));
-        }
+        Error::expect_shape("lse", lse.shape(), [b, h, s, 1])?;
     }
     Ok(())
 }

@@ -71,11 +71,11 @@ impl<'a, T: Element> BackwardInputs<'a, T> {
         let problem = Problem::new(&self.inputs, options)?;
         let [b, h, s] = problem.dims().lse_shape();
         let (out, lse) = (problem.dims().out_shape(), [b, h, s, 1]);
-        check("out", self.out.shape(), out)?;
-        check("dout", self.dout.shape(), out)?;
-        check("lse", self.lse.shape(), lse)?;
+        Error::expect_shape("out", self.out.shape(), out)?;
+        Error::expect_shape("dout", self.dout.shape(), out)?;
+        Error::expect_shape("lse", self.lse.shape(), lse)?;
         if let Some(dlse) = &self.dlse {
-            check("dlse", dlse.shape(), lse)?;
+            Error::expect_shape("dlse", dlse.shape(), lse)?;
         }
         Ok(problem)
     }
@@ -129,15 +129,15 @@ impl<'a, T: Element> GradientsMut<'a, T> {
     /// [`Error::Shape`], also where a gradient is asked for of a bias or of sinks that are not there.
     pub fn check(&self, problem: &Problem, inputs: &Inputs<'_, T>) -> Result<()> {
         let dims = problem.dims();
-        check("dq", self.dq.shape(), inputs.q.shape())?;
-        check("dk", self.dk.shape(), problem.dk_shape())?;
-        check("dv", self.dv.shape(), problem.dv_shape())?;
+        Error::expect_shape("dq", self.dq.shape(), inputs.q.shape())?;
+        Error::expect_shape("dk", self.dk.shape(), problem.dk_shape())?;
+        Error::expect_shape("dv", self.dv.shape(), problem.dv_shape())?;
         if let Some(dbias) = &self.dbias {
             let bias = inputs
                 .bias
                 .as_ref()
                 .ok_or_else(|| Error::shape("dbias", "none: there is no bias", "a tensor"))?;
-            check("dbias", dbias.shape(), bias.shape())?;
+            Error::expect_shape("dbias", dbias.shape(), bias.shape())?;
         }
         if let Some(dsinks) = &self.dsinks {
             if problem.options().get_sinks().is_none() {
@@ -224,17 +224,6 @@ impl<T: Element> Gradients<T> {
             dsinks: self.dsinks.as_deref_mut(),
         })
     }
-}
-
-fn check(tensor: &'static str, got: [usize; 4], expected: [usize; 4]) -> Result<()> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::shape(
-        tensor,
-        format!("{expected:?}"),
-        format!("{got:?}"),
-    ))
 }
 
 /// What a backward call did.

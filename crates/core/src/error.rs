@@ -184,6 +184,25 @@ impl Error {
         }
     }
 
+    /// Refuses a tensor whose shape is not the expected one.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] with both shapes.
+    pub fn expect_shape(
+        tensor: impl Into<Cow<'static, str>>,
+        got: [usize; 4],
+        expected: [usize; 4],
+    ) -> Result<()> {
+        if got == expected {
+            return Ok(());
+        }
+        Err(Error::shape(
+            tensor,
+            format!("{expected:?}"),
+            format!("{got:?}"),
+        ))
+    }
+
     /// Inconsistent sequence lengths.
     pub fn lengths(
         tensor: impl Into<Cow<'static, str>>,

@@ -50,23 +50,12 @@ pub fn merge_parts<T: Element>(
     let out_shape = out.shape();
     let [batch, heads, seqlen_q, width] = out_shape;
     let lse_shape = [batch, heads, seqlen_q, 1];
-    let check = |tensor: String, got: [usize; 4], expected: [usize; 4]| {
-        if got == expected {
-            Ok(())
-        } else {
-            Err(Error::shape(
-                tensor,
-                format!("{expected:?}"),
-                format!("{got:?}"),
-            ))
-        }
-    };
     for (n, part) in parts.iter().enumerate() {
-        check(format!("out of part {n}"), part.out.shape(), out_shape)?;
-        check(format!("lse of part {n}"), part.lse.shape(), lse_shape)?;
+        Error::expect_shape(format!("out of part {n}"), part.out.shape(), out_shape)?;
+        Error::expect_shape(format!("lse of part {n}"), part.lse.shape(), lse_shape)?;
     }
     if let Some(lse) = &lse {
-        check("lse".into(), lse.shape(), lse_shape)?;
+        Error::expect_shape("lse", lse.shape(), lse_shape)?;
     }
     let mut sum = vec![0.0; width];
     for b in 0..batch {

@@ -190,13 +190,7 @@ impl<'a, T: Element> KeyBlock<'a, T> {
                 [d.batch, d.num_kv_heads, n, d.head_dim_v],
             ),
         ] {
-            if shape != expected {
-                return Err(Error::shape(
-                    name,
-                    format!("{expected:?}"),
-                    format!("{shape:?}"),
-                ));
-            }
+            Error::expect_shape(name, shape, expected)?;
         }
         if self
             .first_key

@@ -322,6 +322,21 @@ impl Problem {
         &self.sequences
     }
 
+    /// Refuses inputs that pose another problem than this: kernels read up to where it says.
+    ///
+    /// # Errors
+    /// [`Error::Shape`].
+    pub fn expect_posed(&self, posed: &Problem) -> Result<()> {
+        if posed == self {
+            return Ok(());
+        }
+        Err(Error::shape(
+            "problem",
+            "the problem that the inputs pose",
+            "another one",
+        ))
+    }
+
     /// Whether sequences are packed along the seqlen axis.
     pub fn is_packed(&self) -> bool {
         self.packed

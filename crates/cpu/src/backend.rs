@@ -161,13 +161,7 @@ impl CpuBackend {
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<ForwardReport> {
         // The kernels read through raw pointers, up to where `problem` says: it must be the tensors'.
-        if Problem::new(inputs, problem.options())? != *problem {
-            return Err(Error::shape(
-                "problem",
-                "the problem that the inputs pose",
-                "another one",
-            ));
-        }
+        problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
         check_outputs(problem, &T::erase_mut(out.reborrow()), lse.as_ref())?;
         let outputs = Outputs::new(out, lse);
         let call = Call {

@@ -296,13 +296,7 @@ impl CudaBackend {
         algorithm: Algorithm,
         gradients: GradientsMut<'_, T>,
     ) -> Result<()> {
-        if inputs.problem(problem.options())? != *problem {
-            return Err(Error::shape(
-                "problem",
-                "the problem that the inputs pose",
-                "another one",
-            ));
-        }
+        problem.expect_posed(&inputs.problem(problem.options())?)?;
         gradients.check(problem, &inputs.inputs)?;
         let gathered = gather(problem, &inputs.inputs)?;
         let (problem, given) = (gathered.problem(), gathered.inputs(&inputs.inputs));

@@ -11,7 +11,7 @@ use crate::kernels::backward::standard::{self, Part};
 use crate::kernels::backward::{fa1, fa2};
 use crate::kernels::{Mask, Spec, Variant, pad};
 use crate::ops::{DeviceInputs, check_lengths, scratch};
-use crate::ops::{Plan, address, expect, expect_dtype, launch, missing, pairs_per_group, plan};
+use crate::ops::{Plan, address, expect_dtype, launch, missing, pairs_per_group, plan};
 use crate::raw::{self, BackwardArgs};
 use crate::sequences;
 use crate::view::{DeviceView, DeviceViewMut, aligned, broadcast, contiguous};
@@ -234,7 +234,7 @@ pub fn backward(
     let more = inputs.dlse.iter().map(|x| ("dlse", x, lse, DType::F32));
     for (name, view, shape, dtype) in read.into_iter().chain(more) {
         expect_dtype(name, view.dtype(), dtype)?;
-        expect(name, view.shape(), shape)?;
+        Error::expect_shape(name, view.shape(), shape)?;
     }
     let written = [
         ("dq", &gradients.dq, q, dtype),
@@ -246,7 +246,7 @@ pub fn backward(
     let more = more.map(|x| ("dsinks", x, sinks, DType::F32));
     for (name, view, shape, dtype) in written.into_iter().chain(more) {
         expect_dtype(name, view.dtype(), dtype)?;
-        expect(name, view.shape(), shape)?;
+        Error::expect_shape(name, view.shape(), shape)?;
     }
     if gradients.dsinks.is_some() && problem.options().get_sinks().is_none() {
         return Err(Error::shape(
@@ -260,7 +260,7 @@ pub fn backward(
         let bias =
             bias.ok_or_else(|| Error::shape("dbias", "none: there is no bias", "a tensor"))?;
         expect_dtype("dbias", dbias.dtype(), dtype)?;
-        expect("dbias", dbias.shape(), bias)?;
+        Error::expect_shape("dbias", dbias.shape(), bias)?;
     }
     backend.bind()?;
     let mut guards = Vec::new();

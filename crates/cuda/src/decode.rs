@@ -287,7 +287,7 @@ fn parts(heads: u64, chunks: usize, room: u64) -> usize {
         .unwrap_or(1)
 }
 
-/// What the kernels must be told of sequences: one length for all, or a list.
+/// What the kernels must be told of the sequences that this schedule [`takes`]: one length for all, or a list.
 enum Lengths {
     Uniform(usize),
     Each(Vec<raw::Sequence>),
@@ -296,9 +296,12 @@ enum Lengths {
 fn lengths(problem: &Problem) -> Lengths {
     let dims = problem.dims();
     let sequences = problem.sequences();
-    let first = sequences.first().map_or(0, |s| s.seqlen_k);
-    if !problem.is_packed() && sequences.iter().all(|s| s.seqlen_k == first) {
-        return Lengths::Uniform(first);
+    // Sequences that are not packed have their seqlen_q in common: this schedule takes all or none.
+    let first = sequences.first().filter(|s| takes(problem, s));
+    let longest = first.map_or(0, |s| s.seqlen_k);
+    let uniform = sequences.iter().all(|s| s.seqlen_k == longest);
+    if !problem.is_packed() && first.is_some() && uniform {
+        return Lengths::Uniform(longest);
     }
     let mut list: Vec<raw::Sequence> = sequences
         .iter()
@@ -576,10 +579,10 @@ pub fn forward_paged(
         ("v", v, [pages, dims.num_kv_heads, size, dims.head_dim_v]),
     ] {
         crate::ops::expect_dtype(name, view.dtype(), problem.dtype())?;
-        crate::ops::expect(name, view.shape(), shape)?;
+        Error::expect_shape(name, view.shape(), shape)?;
     }
     crate::ops::expect_dtype("out", out.dtype(), problem.dtype())?;
-    crate::ops::expect("out", out.shape(), dims.out_shape())?;
+    Error::expect_shape("out", out.shape(), dims.out_shape())?;
     if let Some(lse) = &lse {
         crate::ops::check_lse(problem, lse)?;
     }
@@ -675,6 +678,8 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
 
 #[cfg(test)]
 mod tests {
+    use tilewise_core::{Inputs, Options, TensorView};
+
     use super::*;
 
     #[test]
@@ -687,5 +692,31 @@ mod tests {
         assert_eq!(parts(1024, 16, 264), 1);
         assert_eq!(parts(1, 0, 264), 1);
         assert!(parts(8, 128, 264) >= 16);
+    }
+
+    /// Two sequences, 4 heads a group: 16 rows each are 64, the most that one tile takes.
+    fn problem(seqlen_q: usize, seqused_k: Option<&[i32]>) -> Problem {
+        let (q, kv) = (
+            vec![0f32; 2 * 8 * seqlen_q * 64],
+            vec![0f32; 2 * 2 * 300 * 64],
+        );
+        let q = TensorView::bhsd(&q, [2, 8, seqlen_q, 64]).unwrap();
+        let kv = TensorView::bhsd(&kv, [2, 2, 300, 64]).unwrap();
+        let mut inputs = Inputs::new(q, kv, kv);
+        if let Some(lengths) = seqused_k {
+            inputs = inputs.seqused_k(lengths);
+        }
+        Problem::new(&inputs, &Options::new()).unwrap()
+    }
+
+    #[test]
+    fn sequences_with_many_rows_are_left_to_others() {
+        let (few, many) = (problem(16, None), problem(17, None));
+        assert!(serves(&few, Algorithm::Fa2) && !serves(&many, Algorithm::Fa2));
+        assert!(matches!(lengths(&few), Lengths::Uniform(300)));
+        assert!(matches!(lengths(&many), Lengths::Each(list) if list.is_empty()));
+        let used = Some([300, 200].as_slice());
+        assert!(matches!(lengths(&problem(16, used)), Lengths::Each(list) if list.len() == 2));
+        assert!(matches!(lengths(&problem(17, used)), Lengths::Each(list) if list.is_empty()));
     }
 }

@@ -188,18 +188,6 @@ pub(crate) fn pairs_per_group(problem: &Problem, keys: usize, cache: u64) -> i32
     fit.clamp(1, (dims.batch * dims.num_heads).max(1) as u64) as i32
 }
 
-pub(crate) fn expect(name: &'static str, got: [usize; 4], wanted: [usize; 4]) -> Result<()> {
-    if got == wanted {
-        Ok(())
-    } else {
-        Err(Error::shape(
-            name,
-            format!("{wanted:?}"),
-            format!("{got:?}"),
-        ))
-    }
-}
-
 pub(crate) fn expect_dtype(name: &'static str, got: DType, wanted: DType) -> Result<()> {
     if got == wanted {
         Ok(())
@@ -216,7 +204,7 @@ pub(crate) fn expect_dtype(name: &'static str, got: DType, wanted: DType) -> Res
 pub(crate) fn check_lse(problem: &Problem, lse: &DeviceViewMut<'_>) -> Result<()> {
     let [b, h, s] = problem.dims().lse_shape();
     expect_dtype("lse", lse.dtype(), DType::F32)?;
-    expect("lse", lse.shape(), [b, h, s, 1])?;
+    Error::expect_shape("lse", lse.shape(), [b, h, s, 1])?;
     let [sb, sh, ss, _] = lse.strides();
     let dense = [(sb, b, (h * s) as isize), (sh, h, s as isize), (ss, s, 1)];
     if b * h * s > 0
@@ -273,7 +261,7 @@ impl<'a> DeviceInputs<'a> {
             ("v", &self.v, v_shape(problem)),
         ] {
             expect_dtype(name, view.dtype(), problem.dtype())?;
-            expect(name, view.shape(), shape)?;
+            Error::expect_shape(name, view.shape(), shape)?;
         }
         if let Some(bias) = &self.bias {
             expect_dtype("bias", bias.dtype(), problem.dtype())?;
@@ -386,7 +374,7 @@ pub fn forward_with(
     }
     inputs.check(problem)?;
     expect_dtype("out", out.dtype(), problem.dtype())?;
-    expect("out", out.shape(), dims.out_shape())?;
+    Error::expect_shape("out", out.shape(), dims.out_shape())?;
     if let Some(lse) = &lse {
         check_lse(problem, lse)?;
     }
@@ -477,14 +465,8 @@ pub fn forward_with(
         let clear = packing::variant("tw_clear_rows", spec.dtype);
         launch_grid_stride(backend, stream, &clear, elements, &args)?;
     }
-    // Sequences with few rows that are packed with others; a problem of one length never comes here with any.
-    let few = || {
-        problem
-            .sequences()
-            .iter()
-            .any(|s| decode::takes(problem, s))
-    };
-    if algorithm.resolve() == Algorithm::Fa2 && problem.is_packed() && few() {
+    if algorithm.resolve() == Algorithm::Fa2 {
+        // The sequences with few rows, if they are packed with others.
         let placed = Placed {
             q: args.q,
             k: args.k,

@@ -40,13 +40,7 @@ pub(crate) fn backward<T: CpuElement>(
     gradients: GradientsMut<'_, T>,
 ) -> Result<BackwardReport> {
     // The kernels read through raw pointers, up to where `problem` says: it must be the tensors'.
-    if inputs.problem(problem.options())? != *problem {
-        return Err(Error::shape(
-            "problem",
-            "the problem that the inputs pose",
-            "another one",
-        ));
-    }
+    problem.expect_posed(&inputs.problem(problem.options())?)?;
     gradients.check(problem, &inputs.inputs)?;
     let gathered = gather(problem, &inputs.inputs)?;
     let given = BackwardInputs {
