@@ -8,8 +8,8 @@ use tilewise_core::Element;
 
 use super::pairs::Pairs;
 use super::{Block, max_key_tile, s_stride};
-use crate::exp::exp2_nonpositive;
-use crate::simd::Vector;
+use crate::exp::{exp2_nonpositive, exp2_or_subnormal};
+use crate::simd::{MAX_LANES, Vector};
 
 /// Columns of the strip that hold scores: whole vectors.
 #[inline(always)]
@@ -48,6 +48,8 @@ pub(crate) unsafe fn online_rounded<D: Pairs>(block: &Block<f32>, from: usize, t
 
 /// Where weights go.
 trait Put<V: Vector> {
+    /// Whether weights may be subnormal.
+    const SUBNORMALS: bool = false;
     /// Two neighbouring registers of the row `s`, from `column` on.
     ///
     /// # Safety
@@ -73,6 +75,9 @@ impl<V: Vector> Put<V> for Stay {
 struct Rounded<D>(std::marker::PhantomData<D>);
 
 impl<D: Pairs> Put<D::V> for Rounded<D> {
+    // They are rounded to 0, and in ℓ they weigh nothing beside the maximum's 1.
+    const SUBNORMALS: bool = D::SUBNORMALS;
+
     #[inline(always)]
     unsafe fn put(s: *mut f32, column: usize, low: D::V, high: D::V) {
         // SAFETY: the caller's promise.
@@ -84,29 +89,111 @@ impl<D: Pairs> Put<D::V> for Rounded<D> {
 unsafe fn online_columns<V: Vector, P: Put<V>>(block: &Block<V::E>, from: usize, to: usize) {
     // SAFETY: the caller's promise.
     unsafe {
-        for row in 0..block.rows {
-            let s = block.s.add(row * s_stride::<V::E>());
-            let before = block.m.add(row).read();
-            let max = row_max::<V>(s, from, to, before);
-            block.m.add(row).write(max);
-            let base = finite_base(max);
-            let sum = exponentiate_row::<V, P>(block, s, from, to, base);
-            let l = block.l.add(row);
-            // Before the first live key Õ is 0 and ℓ is 0: nothing to rescale.
-            if before == max || before == V::E::neg_infinity() {
-                l.write(l.read() + sum);
+        for first in (0..block.rows).step_by(V::LANES) {
+            let rows = (block.rows - first).min(V::LANES);
+            online_rows::<V, P>(block, first, rows, from, to);
+        }
+    }
+}
+
+/// [`online_columns`] for as many rows as a register has lanes: what is once a row (m, α, ℓ) is done for
+/// all of them together.
+#[inline(always)]
+unsafe fn online_rows<V: Vector, P: Put<V>>(
+    block: &Block<V::E>,
+    first: usize,
+    rows: usize,
+    from: usize,
+    to: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (zero, one) = (V::E::from_f64(0.0), V::E::from_f64(1.0));
+        let at = |row: usize| block.s.wrapping_add((first + row) * s_stride::<V::E>());
+        let (m, l) = (block.m.add(first), block.l.add(first));
+        let mut tops = [V::E::neg_infinity(); MAX_LANES];
+        for row in (0..rows).step_by(TOGETHER) {
+            let tops = &mut tops[row..row + TOGETHER];
+            row_maxima::<V>(at(row), (rows - row).min(TOGETHER), from, to, tops);
+        }
+        let old = V::load_first(m, rows);
+        let new = old.max(V::load(tops.as_ptr()));
+        new.store_first(m, rows);
+        // −∞, no live key yet, would turn S − m into NaN.
+        let base = V::select_lt(new, V::splat(V::E::min_value()), V::splat(zero), new);
+        let c = V::splat(block.c);
+        let scaled = base.mul(c);
+        let mut offsets = [zero; MAX_LANES];
+        scaled.store(offsets.as_mut_ptr());
+        // α, of the same rounded m·c that weights are made with.
+        let mut alphas = [zero; MAX_LANES];
+        exp2_nonpositive(old.mul(c).sub(scaled)).store(alphas.as_mut_ptr());
+        let (mut before, mut bases) = ([zero; MAX_LANES], [zero; MAX_LANES]);
+        old.store(before.as_mut_ptr());
+        base.store(bases.as_mut_ptr());
+
+        let mut totals = [zero; MAX_LANES];
+        for row in (0..rows).step_by(TOGETHER) {
+            let mut sums = [V::splat(zero); TOGETHER];
+            for (n, sum) in sums.iter_mut().enumerate().take(rows - row) {
+                let shift = (bases[row + n], offsets[row + n]);
+                *sum = exponentiate_row::<V, P>(block, at(row + n), from, to, shift);
+                if !is_small(shift.1) {
+                    let mut lanes = [zero; MAX_LANES];
+                    let exponent = (before[row + n] - shift.0) * block.c;
+                    exp2_nonpositive(V::splat(exponent)).store(lanes.as_mut_ptr());
+                    alphas[row + n] = lanes[0];
+                }
+            }
+            V::reduce_add4(sums, &mut totals[row..row + TOGETHER]);
+        }
+        let (alpha, total) = (V::load(alphas.as_ptr()), V::load(totals.as_ptr()));
+        V::load_first(l, rows)
+            .fma(alpha, total)
+            .store_first(l, rows);
+
+        for (row, &alpha) in alphas.iter().enumerate().take(rows) {
+            // Before the first live key Õ is 0: nothing to rescale.
+            if alpha == one || before[row] == V::E::neg_infinity() {
                 continue;
             }
-            let shift = V::splat((before - base) * block.c);
-            let alpha = exp2_nonpositive(shift);
-            let mut lanes = [V::E::from_f64(0.0); crate::simd::MAX_LANES];
-            alpha.store(lanes.as_mut_ptr());
-            l.write(l.read() * lanes[0] + sum);
-            let acc = block.acc.add(row * block.width);
+            let alpha = V::splat(alpha);
+            let acc = block.acc.add((first + row) * block.width);
             for column in (0..block.width).step_by(V::LANES) {
                 V::load(acc.add(column)).mul(alpha).store(acc.add(column));
             }
         }
+    }
+}
+
+/// Rows of which maxima and sums are taken at once.
+const TOGETHER: usize = 4;
+
+/// The maxima of up to four rows, the first of which is `s`.
+#[inline(always)]
+unsafe fn row_maxima<V: Vector>(
+    s: *const V::E,
+    rows: usize,
+    from: usize,
+    to: usize,
+    tops: &mut [V::E],
+) {
+    // SAFETY: the caller's promise: columns from..to of the rows are filled.
+    unsafe {
+        if rows < TOGETHER {
+            for (row, top) in tops.iter_mut().take(rows).enumerate() {
+                let s = s.add(row * s_stride::<V::E>());
+                *top = row_max::<V>(s, from, to, V::E::neg_infinity());
+            }
+            return;
+        }
+        let mut max = [V::splat(V::E::neg_infinity()); TOGETHER];
+        for column in (from..to).step_by(V::LANES) {
+            for (row, max) in max.iter_mut().enumerate() {
+                *max = max.max(V::load(s.add(row * s_stride::<V::E>() + column)));
+            }
+        }
+        V::reduce_max4(max, tops);
     }
 }
 
@@ -139,9 +226,10 @@ pub(crate) unsafe fn exponentiate<V: Vector>(block: &Block<V::E>) {
         for row in 0..block.rows {
             let s = block.s.add(row * s_stride::<V::E>());
             let base = finite_base(block.m.add(row).read());
-            let sum = exponentiate_row::<V, Stay>(block, s, from, to, base);
+            let shift = (base, base * block.c);
+            let sum = exponentiate_row::<V, Stay>(block, s, from, to, shift);
             let l = block.l.add(row);
-            l.write(l.read() + sum);
+            l.write(l.read() + sum.reduce_add());
         }
     }
 }
@@ -182,6 +270,14 @@ fn finite_base<E: tilewise_core::Float>(m: E) -> E {
     }
 }
 
+/// Whether c·S − c·base may take the place of c·(S − base), which costs one operation more: its error is
+/// half a unit in the last place of c·base, as scores of that size have it anyway, but where they are
+/// huge that is a number above 0 with a power out of range.
+#[inline(always)]
+fn is_small<E: tilewise_core::Float>(offset: E) -> bool {
+    offset.abs() <= E::from_f64(1024.0)
+}
+
 #[inline(always)]
 unsafe fn row_max<V: Vector>(s: *const V::E, from: usize, to: usize, m: V::E) -> V::E {
     // SAFETY: the caller's promise: columns from..to of the row are filled.
@@ -201,45 +297,29 @@ unsafe fn row_max<V: Vector>(s: *const V::E, from: usize, to: usize, m: V::E) ->
     }
 }
 
+/// P = 2^(c·(S − base)) in place of S, or where `P` puts it; the sums of P in lanes. `offset` is c · base.
 #[inline(always)]
 unsafe fn exponentiate_row<V: Vector, P: Put<V>>(
     block: &Block<V::E>,
     s: *mut V::E,
     from: usize,
     to: usize,
-    base: V::E,
-) -> V::E {
+    (base, offset): (V::E, V::E),
+) -> V {
     // SAFETY: the caller's promise: columns from..to of the row are filled.
     unsafe {
-        let (base, c) = (V::splat(base), V::splat(block.c));
-        let zero = V::splat(V::E::from_f64(0.0));
         let mut scores = [const { MaybeUninit::<V::E>::uninit() }; 256];
         if block.careful {
             debug_assert!(to <= max_key_tile::<V::E>());
             std::ptr::copy_nonoverlapping(s.add(from), scores.as_mut_ptr().cast(), to - from);
         }
-        // Columns are summed in lanes by their position in the tile, two chains of them.
-        let (mut sum, mut second) = (zero, zero);
-        let mut column = from;
-        if !column.is_multiple_of(2 * V::LANES) {
-            let p = exp2_nonpositive(V::load(s.add(column)).sub(base).mul(c));
-            p.store(s.add(column));
-            second = second.add(p);
-            column += V::LANES;
-        }
-        while column + 2 * V::LANES <= to {
-            let p = exp2_nonpositive(V::load(s.add(column)).sub(base).mul(c));
-            let p2 = exp2_nonpositive(V::load(s.add(column + V::LANES)).sub(base).mul(c));
-            P::put(s, column, p, p2);
-            sum = sum.add(p);
-            second = second.add(p2);
-            column += 2 * V::LANES;
-        }
-        if column < to {
-            let p = exp2_nonpositive(V::load(s.add(column)).sub(base).mul(c));
-            p.store(s.add(column));
-            sum = sum.add(p);
-        }
+        let c = V::splat(block.c);
+        let sum = if is_small(offset) {
+            let offset = V::splat(V::E::from_f64(0.0) - offset);
+            weights::<V, P, true>(s, from, to, c, offset)
+        } else {
+            weights::<V, P, false>(s, from, to, c, V::splat(base))
+        };
         if block.careful {
             // From here on P = 0 means hidden: a live weight that underflowed gets the least number
             // that is not 0, so that NaN · P is NaN as defined.
@@ -252,6 +332,63 @@ unsafe fn exponentiate_row<V: Vector, P: Put<V>>(
                 }
             }
         }
-        sum.add(second).reduce_add()
+        sum
+    }
+}
+
+/// e^(S − m) of one register; what `shift` is depends on `FUSED`: see [`is_small`].
+#[inline(always)]
+unsafe fn weight<V: Vector, P: Put<V>, const FUSED: bool>(s: *const V::E, c: V, shift: V) -> V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let s = V::load(s);
+        let x = if FUSED {
+            s.fma(c, shift)
+        } else {
+            s.sub(shift).mul(c)
+        };
+        if P::SUBNORMALS {
+            exp2_or_subnormal(x)
+        } else {
+            exp2_nonpositive(x)
+        }
+    }
+}
+
+/// P of a row, and the sums of it in lanes.
+#[inline(always)]
+unsafe fn weights<V: Vector, P: Put<V>, const FUSED: bool>(
+    s: *mut V::E,
+    from: usize,
+    to: usize,
+    c: V,
+    shift: V,
+) -> V {
+    // SAFETY: the caller's promise: columns from..to of the row are filled.
+    unsafe {
+        let zero = V::splat(V::E::from_f64(0.0));
+        // Columns are summed in lanes by their position in the tile, two chains of them.
+        let (mut sum, mut second) = (zero, zero);
+        let mut column = from;
+        if !column.is_multiple_of(2 * V::LANES) {
+            let p = weight::<V, P, FUSED>(s.add(column), c, shift);
+            p.store(s.add(column));
+            second = second.add(p);
+            column += V::LANES;
+        }
+        while column + 2 * V::LANES <= to {
+            let p = weight::<V, P, FUSED>(s.add(column), c, shift);
+            let p2 = weight::<V, P, FUSED>(s.add(column + V::LANES), c, shift);
+            P::put(s, column, p, p2);
+            sum = sum.add(p);
+            second = second.add(p2);
+            column += 2 * V::LANES;
+        }
+        if column < to {
+            let p = weight::<V, P, FUSED>(s.add(column), c, shift);
+            p.store(s.add(column));
+            sum = sum.add(p);
+        }
+        sum.add(second)
     }
 }

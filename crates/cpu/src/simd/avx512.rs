@@ -17,6 +17,30 @@ macro_rules! isa {
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
+/// Folds four registers into four numbers: 16 → 8 → 4 lanes of each, side by side, then halves of all.
+macro_rules! reduce4 {
+    ($rows:ident, $to:ident, $fold512:ident, $fold256:ident, $fold128:ident) => {{
+        let [a, b, c, d] = [$rows[0].0, $rows[1].0, $rows[2].0, $rows[3].0];
+        let ab = $fold512(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        let cd = $fold512(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        let quads = $fold512(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+            _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
+        );
+        let (low, high) = (
+            _mm512_castps512_ps256(quads),
+            _mm512_extractf32x8_ps::<1>(quads),
+        );
+        let halves = $fold256(low, high);
+        let (low, high) = (
+            _mm256_castps256_ps128(halves),
+            _mm256_extractf128_ps::<1>(halves),
+        );
+        _mm_storeu_ps($to[..4].as_mut_ptr(), $fold128(low, high));
+    }};
+}
+
 /// 16 lanes of f32.
 #[derive(Clone, Copy)]
 pub(crate) struct F32x16(__m512);
@@ -60,6 +84,21 @@ unsafe impl Vector for F32x16 {
         isa!(_mm512_storeu_ps(to, self.0))
     }
     #[inline(always)]
+    unsafe fn load_first(from: *const f32, n: usize) -> Self {
+        isa!(F32x16(_mm512_maskz_loadu_ps(
+            ((1u32 << n) - 1) as __mmask16,
+            from
+        )))
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut f32, n: usize) {
+        isa!(_mm512_mask_storeu_ps(
+            to,
+            ((1u32 << n) - 1) as __mmask16,
+            self.0
+        ))
+    }
+    #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
         isa!(F32x16(_mm512_add_ps(self.0, other.0)))
     }
@@ -94,6 +133,11 @@ unsafe impl Vector for F32x16 {
             F32x16(_mm512_maskz_scalef_ps(keep, p.0, n.0))
         })
     }
+    // For n = −∞ it is 0 whatever p is, NaN included.
+    #[inline(always)]
+    unsafe fn scale(p: Self, n: Self, _: Self) -> Self {
+        isa!(F32x16(_mm512_scalef_ps(p.0, n.0)))
+    }
     #[inline(always)]
     unsafe fn select_lt(a: Self, b: Self, then: Self, other: Self) -> Self {
         isa!({
@@ -118,6 +162,14 @@ unsafe impl Vector for F32x16 {
     #[inline(always)]
     unsafe fn reduce_max(self) -> f32 {
         isa!(_mm512_reduce_max_ps(self.0))
+    }
+    #[inline(always)]
+    unsafe fn reduce_max4(rows: [Self; 4], to: &mut [f32]) {
+        isa!(reduce4!(rows, to, _mm512_max_ps, _mm256_max_ps, _mm_max_ps))
+    }
+    #[inline(always)]
+    unsafe fn reduce_add4(rows: [Self; 4], to: &mut [f32]) {
+        isa!(reduce4!(rows, to, _mm512_add_ps, _mm256_add_ps, _mm_add_ps))
     }
     #[inline(always)]
     unsafe fn reduce_add(self) -> f32 {
@@ -205,6 +257,21 @@ unsafe impl Vector for F64x8 {
     #[inline(always)]
     unsafe fn store(self, to: *mut f64) {
         isa!(_mm512_storeu_pd(to, self.0))
+    }
+    #[inline(always)]
+    unsafe fn load_first(from: *const f64, n: usize) -> Self {
+        isa!(F64x8(_mm512_maskz_loadu_pd(
+            ((1u32 << n) - 1) as __mmask8,
+            from
+        )))
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut f64, n: usize) {
+        isa!(_mm512_mask_storeu_pd(
+            to,
+            ((1u32 << n) - 1) as __mmask8,
+            self.0
+        ))
     }
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {

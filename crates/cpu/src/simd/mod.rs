@@ -10,7 +10,7 @@ pub(crate) mod avx2;
 pub(crate) mod avx512;
 pub(crate) mod portable;
 
-use tilewise_core::{Element, Float};
+use tilewise_core::{DType, Element, Float};
 
 /// The most lanes of any binding: sizes stack buffers.
 pub(crate) const MAX_LANES: usize = 16;
@@ -37,6 +37,26 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn splat(x: Self::E) -> Self;
     unsafe fn load(from: *const Self::E) -> Self;
     unsafe fn store(self, to: *mut Self::E);
+    /// The first `n` lanes, at most `LANES`; the others are 0.
+    #[inline(always)]
+    unsafe fn load_first(from: *const Self::E, n: usize) -> Self {
+        let mut lanes = [Self::E::from_f64(0.0); MAX_LANES];
+        // SAFETY: the caller vouches for n ≤ LANES elements behind `from`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, lanes.as_mut_ptr(), n);
+            Self::load(lanes.as_ptr())
+        }
+    }
+    /// The reverse.
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut Self::E, n: usize) {
+        let mut lanes = [Self::E::from_f64(0.0); MAX_LANES];
+        // SAFETY: the caller vouches for room for n ≤ LANES elements.
+        unsafe {
+            self.store(lanes.as_mut_ptr());
+            std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, n);
+        }
+    }
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
@@ -49,6 +69,17 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn round(self) -> Self;
     /// p · 2ⁿ, where n holds whole numbers; 0 in lanes where x < `min`. NaN in x gives NaN.
     unsafe fn scale_or_zero(p: Self, n: Self, x: Self, min: Self::E) -> Self;
+    /// p · 2ⁿ, where n = x rounded; what is below the smallest normal number may be subnormal or 0, and is
+    /// 0 for x = −∞. NaN in x gives NaN.
+    #[inline(always)]
+    unsafe fn scale(p: Self, n: Self, x: Self) -> Self {
+        let min = match Self::E::DTYPE {
+            DType::F32 => -126.0,
+            _ => -1022.0,
+        };
+        // SAFETY: the caller has the instructions.
+        unsafe { Self::scale_or_zero(p, n, x, Self::E::from_f64(min)) }
+    }
     /// Lane by lane: if a < b then `then`, else `other` (also for NaN).
     unsafe fn select_lt(a: Self, b: Self, then: Self, other: Self) -> Self;
     unsafe fn abs(self) -> Self;
@@ -56,6 +87,22 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn copysign(self, sign: Self) -> Self;
     /// The largest lane. Which of numbers and NaN is open.
     unsafe fn reduce_max(self) -> Self::E;
+    /// The largest lane of each into the first four of `to`.
+    #[inline(always)]
+    unsafe fn reduce_max4(rows: [Self; 4], to: &mut [Self::E]) {
+        for (row, to) in rows.into_iter().zip(to) {
+            // SAFETY: the caller has the instructions.
+            *to = unsafe { row.reduce_max() };
+        }
+    }
+    /// [`Self::reduce_add`] of each, in an order of its own.
+    #[inline(always)]
+    unsafe fn reduce_add4(rows: [Self; 4], to: &mut [Self::E]) {
+        for (row, to) in rows.into_iter().zip(to) {
+            // SAFETY: the caller has the instructions.
+            *to = unsafe { row.reduce_add() };
+        }
+    }
     /// The sum of the lanes, in an order that depends on nothing but `LANES`.
     unsafe fn reduce_add(self) -> Self::E;
     /// 0, 1, 2, …

@@ -89,7 +89,11 @@ pub(crate) unsafe trait Pairs {
     unsafe fn probe(rounds: usize) -> f64;
     /// Floating-point operations of one of them.
     const PROBE_FLOPS: usize;
-    /// Rounds two registers to nearest even. Their numbers are not subnormal.
+    /// Whether [`Self::round`] takes subnormal numbers, for 0, and a processor that has these instructions
+    /// computes with them as fast as with others.
+    const SUBNORMALS: bool = false;
+    /// Rounds two registers to nearest even. Their numbers are not subnormal, unless
+    /// [`Self::SUBNORMALS`].
     ///
     /// # Safety
     /// `to` has room for twice as many elements as `V` has lanes.
