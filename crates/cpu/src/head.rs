@@ -1,10 +1,12 @@
 //! One sequence and query head of a call: where its rows lie and what happens to its scores.
 
 use std::f64::consts::LOG2_E;
+use std::ops::Range;
 
 use tilewise_core::{Element, Inputs, MaskRule, Problem, Sequence};
 
 use crate::kernel::dropout::Dropping;
+use crate::kernel::pack::Rows;
 use crate::kernel::{Modifiers, Plane};
 
 /// Scores as the kernels see them: which factor is where.
@@ -59,6 +61,7 @@ pub(crate) struct Head<T: Element> {
     /// Position on the sequence's key axis of the first packed key.
     pub(crate) origin: usize,
     pub(crate) q: Plane<T>,
+    pub(crate) head_dim: usize,
     pub(crate) scoring: Scoring<T::Acc>,
     /// For row 0 and packed key 0.
     pub(crate) modifiers: Option<Modifiers<T>>,
@@ -134,9 +137,26 @@ impl<T: Element> Head<T> {
             rule,
             origin,
             q: rows_of(&inputs.q, b, head, row),
+            head_dim: problem.dims().head_dim,
             scoring,
             modifiers,
             sink: options.get_sinks().map(|sinks| sinks[head]),
+        }
+    }
+}
+
+impl<T: Element> Head<T> {
+    /// Asks for those of `rows` numbered `range` that there are, before they are packed.
+    pub(crate) fn ask(&self, rows: &Range<usize>, range: Range<usize>) {
+        for row in range.start.min(rows.len())..range.end.min(rows.len()) {
+            let at = [self.q.moved(rows.start + row, 0).at];
+            let rows = Rows {
+                rows: &at,
+                next: &[],
+                step: self.q.key,
+                len: self.head_dim,
+            };
+            rows.ask(0..1);
         }
     }
 }

@@ -168,62 +168,49 @@ impl<T: Element> Packed<T> {
         tiles: Range<usize>,
     ) {
         let mut rows = [std::ptr::null(); 256];
+        let mut values = [std::ptr::null(); 256];
         const { assert!(max_key_tile::<f32>() <= 256) };
         for tile in tiles {
             let first = tile * shape.key_tile;
             let keys = shape.key_tile.min(source.keys - first);
+            for (j, (k, v)) in rows.iter_mut().zip(&mut values).take(keys).enumerate() {
+                *k = source.at(&source.k, first + j);
+                *v = source.at(&source.v, first + j);
+            }
+            let k = Rows {
+                rows: &rows[..keys],
+                next: &[],
+                step: source.k.plane.key,
+                len: shape.head_dim,
+            };
+            let v = Rows {
+                rows: &values[..keys],
+                next: &[],
+                step: source.v.plane.key,
+                len: shape.head_dim_v,
+            };
+            k.ask(0..k.ahead());
             if let (Some(kernels), Some(pairs)) = (&kernels.pairs, &self.pairs) {
-                let mut values = [std::ptr::null(); 256];
-                for (j, (k, v)) in rows.iter_mut().zip(&mut values).take(keys).enumerate() {
-                    *k = source.at(&source.k, first + j);
-                    *v = source.at(&source.v, first + j);
-                }
-                let k = Rows {
-                    rows: &rows[..keys],
-                    next: &[],
-                    step: source.k.plane.key,
-                    len: shape.head_dim,
-                };
-                let v = Rows {
-                    rows: &values[..keys],
-                    next: &[],
-                    step: source.v.plane.key,
-                    len: shape.head_dim_v,
-                };
                 // SAFETY: keys below source.keys exist, by the checked problem and views; the tile
                 // lies inside the room.
                 unsafe { pairs.pack(kernels, shape, tile, &k, &v) }
                 continue;
             }
-            for (j, row) in rows.iter_mut().take(keys).enumerate() {
-                *row = source.at(&source.k, first + j);
-            }
-            for (panel, here) in rows[..keys].chunks(shape.nr).enumerate() {
-                let rows = Rows {
-                    rows: here,
-                    next: &rows[keys.min((panel + 1) * shape.nr)..keys],
-                    step: source.k.plane.key,
-                    len: shape.head_dim,
-                };
-                let at = (first + panel * shape.nr) * shape.head_dim;
+            for (panel, here) in k.rows.chunks(shape.nr).enumerate() {
+                let column = panel * shape.nr;
+                k.ask(column + k.ahead()..column + k.ahead() + shape.nr);
+                v.ask(column..column + shape.nr);
+                let rows = Rows { rows: here, ..k };
+                let at = (first + column) * shape.head_dim;
                 let one = <T::Acc as Element>::from_f64(1.0);
                 // SAFETY: keys below source.keys exist, by the checked problem and views; the panel
                 // lies inside the room.
                 unsafe { (kernels.transposed)(&rows, shape.nr, one, self.k.at().add(at)) }
             }
-            for (j, row) in rows.iter_mut().take(keys).enumerate() {
-                *row = source.at(&source.v, first + j);
-            }
-            let values = Rows {
-                rows: &rows[..keys],
-                next: &[],
-                step: source.v.plane.key,
-                len: shape.head_dim_v,
-            };
             // SAFETY: as above, for V.
             unsafe {
                 let to = self.v.at().add(self.v_tile(shape, tile));
-                let finite = (kernels.panels)(&values, self.v_rows * shape.nr, to);
+                let finite = (kernels.panels)(&v, self.v_rows * shape.nr, to);
                 self.careful.at().add(tile).write(u8::from(!finite));
             }
         }

@@ -78,6 +78,8 @@ impl PackedPairs {
             let odd = self.odd.at().add(tile * shape.key_tile);
             std::slice::from_raw_parts_mut(odd, keys).fill(0);
             for first in (0..keys.next_multiple_of(DEPTH)).step_by(COLUMNS) {
+                k.ask(first + k.ahead()..first + k.ahead() + COLUMNS);
+                v.ask(first..first + COLUMNS);
                 let panel = Rows {
                     rows: &k.rows[first.min(keys)..(first + COLUMNS).min(keys)],
                     next: &[],
@@ -190,7 +192,10 @@ impl<T: Element> PairTile<'_, T> {
     pub(crate) unsafe fn take_queries(&self) {
         let mut pointers = [std::ptr::null(); MOST_ROWS];
         let negate = self.head.scoring.sign < <T::Acc as Element>::from_f64(0.0);
+        self.head.ask(self.rows, 0..2 * MOST_ROWS);
         for first in (0..self.rows.len()).step_by(MOST_ROWS) {
+            let next = first + 2 * MOST_ROWS;
+            self.head.ask(self.rows, next..next + MOST_ROWS);
             let n = (self.rows.len() - first).min(MOST_ROWS);
             for (row, at) in pointers.iter_mut().take(n).enumerate() {
                 *at = self.head.q.moved(self.rows.start + first + row, 0).at;

@@ -137,7 +137,9 @@ impl<T: Element> Machinery<T> {
         scratch: &mut Scratch<T>,
     ) -> Range<usize> {
         let mut pointers = [std::ptr::null(); 2 * MAX_MR];
+        head.ask(rows, 0..3 * MAX_MR);
         for (first, n, mr) in self.shape.blocks(rows.len()) {
+            head.ask(rows, first + 3 * MAX_MR..first + 3 * MAX_MR + n);
             let ahead = (rows.len() - first).min(2 * n);
             for (row, at) in pointers.iter_mut().take(ahead).enumerate() {
                 *at = head.q.moved(rows.start + first + row, 0).at;

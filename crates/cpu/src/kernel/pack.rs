@@ -1,8 +1,11 @@
 //! Packing: widening to the accumulator type, into the order in which the microkernel reads.
 
+use std::ops::Range;
+
 use tilewise_core::Element;
 
-use crate::simd::{Convert, MAX_LANES, Vector, prefetch};
+use super::LINE;
+use crate::simd::{Convert, MAX_LANES, Vector, prefetch, prefetch_far};
 
 /// Rows of a tensor that are packed together.
 pub(crate) struct Rows<'a, T> {
@@ -15,6 +18,31 @@ pub(crate) struct Rows<'a, T> {
     pub(crate) step: isize,
     /// Elements of a row.
     pub(crate) len: usize,
+}
+
+/// Rows are asked for this far ahead of their packing: further than from a dozen rows side by side the
+/// hardware would, in the time that memory takes.
+const BYTES_AHEAD: usize = 8 << 10;
+
+impl<T> Rows<'_, T> {
+    /// How many rows ahead to ask for.
+    pub(crate) fn ahead(&self) -> usize {
+        BYTES_AHEAD.div_ceil((self.len * size_of::<T>()).max(1))
+    }
+
+    /// Asks for those of the rows numbered `range` that there are, in the second level.
+    pub(crate) fn ask(&self, range: Range<usize>) {
+        let end = range.end.min(self.rows.len());
+        if self.step != 1 || self.len == 0 {
+            return;
+        }
+        let last = self.len - 1;
+        for row in &self.rows[range.start.min(end)..end] {
+            for element in (0..last).step_by(LINE / size_of::<T>()).chain([last]) {
+                prefetch_far(row.wrapping_add(element));
+            }
+        }
+    }
 }
 
 /// `n` elements from `at` on, the other lanes 0.
@@ -50,33 +78,68 @@ pub(crate) unsafe fn transposed<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
     unsafe {
         let zero = V::splat(V::E::from_f64(0.0));
         let sign = V::splat(sign);
+        // Elements that are read as whole vectors.
+        let whole = match rows.step {
+            1 => rows.len - rows.len % V::LANES,
+            _ => 0,
+        };
         for column in (0..stride).step_by(V::LANES) {
-            // A group narrower than a vector spills into the next element's columns, which are
-            // written later: right only if it is the first group.
-            let whole = column == 0 || stride - column >= V::LANES;
-            for first in (0..rows.len).step_by(V::LANES) {
-                let n = V::LANES.min(rows.len - first);
+            let here = rows.rows.get(column..).unwrap_or_default();
+            let here = &here[..here.len().min(V::LANES)];
+            let next = rows.next.get(column..).unwrap_or_default();
+            for first in (0..whole).step_by(V::LANES) {
                 let mut square = [zero; MAX_LANES];
                 for (lane, register) in square.iter_mut().take(V::LANES).enumerate() {
-                    if let Some(row) = rows.next.get(column + lane) {
-                        prefetch(row.wrapping_offset(first as isize * rows.step));
-                    }
-                    if let Some(row) = rows.rows.get(column + lane) {
-                        let at = row.wrapping_offset(first as isize * rows.step);
-                        *register = chunk::<T, V>(at, rows.step, n).mul(sign);
+                    // A number of steps known when compiled keeps the square in registers.
+                    if lane < here.len() {
+                        let row = here.as_ptr().add(lane).read();
+                        *register = V::load_from(row.add(first)).mul(sign);
                     }
                 }
-                V::transpose(&mut square);
-                for (element, register) in square.iter().take(n).enumerate() {
-                    let to = to.add((first + element) * stride + column);
-                    if whole {
-                        register.store(to);
-                    } else {
-                        let mut lanes = [V::E::from_f64(0.0); MAX_LANES];
-                        register.store(lanes.as_mut_ptr());
-                        std::ptr::copy_nonoverlapping(lanes.as_ptr(), to, stride - column);
-                    }
+                for row in next.iter().take(V::LANES) {
+                    prefetch(row.wrapping_add(first));
                 }
+                put_square(&mut square, first, V::LANES, column, stride, to);
+            }
+            for first in (whole..rows.len).step_by(V::LANES) {
+                let n = V::LANES.min(rows.len - first);
+                let mut square = [zero; MAX_LANES];
+                for (register, row) in square.iter_mut().zip(here) {
+                    let at = row.wrapping_offset(first as isize * rows.step);
+                    *register = chunk::<T, V>(at, rows.step, n).mul(sign);
+                }
+                for row in next.iter().take(V::LANES) {
+                    prefetch(row.wrapping_offset(first as isize * rows.step));
+                }
+                put_square(&mut square, first, n, column, stride, to);
+            }
+        }
+    }
+}
+
+/// Puts elements `first..first + n` of as many rows as a register has lanes into the columns from
+/// `column` on.
+#[inline(always)]
+unsafe fn put_square<V: Vector>(
+    square: &mut [V; MAX_LANES],
+    first: usize,
+    n: usize,
+    column: usize,
+    stride: usize,
+    to: *mut V::E,
+) {
+    // SAFETY: the caller's promise is that of `transposed`.
+    unsafe {
+        V::transpose(square);
+        // A group narrower than a vector spills into the next element's columns, which are written
+        // later: right only if it is the first group.
+        let whole = column == 0 || stride - column >= V::LANES;
+        for (element, register) in square.iter().take(n).enumerate() {
+            let to = to.add((first + element) * stride + column);
+            if whole {
+                register.store(to);
+            } else {
+                register.store_first(to, stride - column);
             }
         }
     }
@@ -97,11 +160,23 @@ pub(crate) unsafe fn panels<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
     // SAFETY: the caller's promise.
     unsafe {
         let zero = V::splat(V::E::from_f64(0.0));
-        // 0 · x is 0 unless x is NaN or infinite: the sum tells whether any is.
-        let mut poison = zero;
+        // 0 · x is 0 unless x is NaN or infinite: the sums tell whether any is.
+        let mut poison = [zero; 2];
+        let whole = match rows.step {
+            1 => rows.len - rows.len % V::NR,
+            _ => 0,
+        };
         for (index, &row) in rows.rows.iter().enumerate() {
-            let mut first = 0;
-            while first < rows.len.next_multiple_of(V::NR) {
+            let to = to.add(index * V::NR);
+            for first in (0..whole).step_by(V::NR) {
+                let panel = to.add(first / V::NR * panel_stride);
+                for (n, poison) in poison.iter_mut().enumerate().take(V::NRV) {
+                    let x = V::load_from(row.add(first + n * V::LANES));
+                    *poison = x.fma(zero, *poison);
+                    x.store(panel.add(n * V::LANES));
+                }
+            }
+            for first in (whole..rows.len.next_multiple_of(V::NR)).step_by(V::LANES) {
                 let n = V::LANES.min(rows.len.saturating_sub(first));
                 let x = if n == 0 {
                     zero
@@ -109,12 +184,11 @@ pub(crate) unsafe fn panels<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
                     let at = row.wrapping_offset(first as isize * rows.step);
                     chunk::<T, V>(at, rows.step, n)
                 };
-                poison = x.fma(zero, poison);
-                let panel = to.add(first / V::NR * panel_stride + index * V::NR);
+                poison[0] = x.fma(zero, poison[0]);
+                let panel = to.add(first / V::NR * panel_stride);
                 x.store(panel.add(first % V::NR));
-                first += V::LANES;
             }
         }
-        poison.reduce_add() == V::E::from_f64(0.0)
+        poison[0].add(poison[1]).reduce_add() == V::E::from_f64(0.0)
     }
 }
