@@ -286,6 +286,7 @@ impl<T: Element> PairTile<'_, T> {
                     k_panel: COLUMNS * depth(shape),
                     v: self.packed.v(shape, tile),
                     v_panel: self.packed.v_rows * COLUMNS,
+                    grain: self.pairs.grain,
                 };
                 let modifiers = self
                     .head

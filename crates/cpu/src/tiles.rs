@@ -125,6 +125,7 @@ impl<T: CpuElement> TileBench<T> {
                 k_panel: depth * COLUMNS,
                 v: v.at(),
                 v_panel: keys * COLUMNS,
+                grain: kernels.grain,
             })
         } else {
             None

@@ -35,7 +35,7 @@ pub(crate) unsafe fn online<V: Vector>(block: &Block<V::E>) {
     unsafe { online_columns::<V, Stay>(block, from, to) }
 }
 
-/// [`online`] over the columns from..to, whole depths of products of pairs, which leaves P rounded to
+/// [`online`] over the columns from..to, whole grains of products of pairs, which leaves P rounded to
 /// bf16, from the start of each row on.
 ///
 /// # Safety
@@ -55,6 +55,11 @@ trait Put<V: Vector> {
     /// # Safety
     /// The columns are the row's and will not be read as scores again.
     unsafe fn put(s: *mut V::E, column: usize, low: V, high: V);
+    /// One register.
+    ///
+    /// # Safety
+    /// As [`Self::put`].
+    unsafe fn put_one(s: *mut V::E, column: usize, weights: V);
 }
 
 /// In place of the scores.
@@ -69,6 +74,12 @@ impl<V: Vector> Put<V> for Stay {
             high.store(s.add(column + V::LANES));
         }
     }
+
+    #[inline(always)]
+    unsafe fn put_one(s: *mut V::E, column: usize, weights: V) {
+        // SAFETY: the caller's promise.
+        unsafe { weights.store(s.add(column)) }
+    }
 }
 
 /// As bf16, half as far from the start of the row.
@@ -82,6 +93,13 @@ impl<D: Pairs> Put<D::V> for Rounded<D> {
     unsafe fn put(s: *mut f32, column: usize, low: D::V, high: D::V) {
         // SAFETY: the caller's promise.
         unsafe { D::round(low, high, s.cast::<u16>().add(column)) }
+    }
+
+    // The half behind it is written by the next ones, or not read.
+    #[inline(always)]
+    unsafe fn put_one(s: *mut f32, column: usize, weights: D::V) {
+        // SAFETY: the caller's promise.
+        unsafe { Self::put(s, column, weights, D::V::splat(0.0)) }
     }
 }
 
@@ -372,7 +390,7 @@ unsafe fn weights<V: Vector, P: Put<V>, const FUSED: bool>(
         let mut column = from;
         if !column.is_multiple_of(2 * V::LANES) {
             let p = weight::<V, P, FUSED>(s.add(column), c, shift);
-            p.store(s.add(column));
+            P::put_one(s, column, p);
             second = second.add(p);
             column += V::LANES;
         }
@@ -386,7 +404,7 @@ unsafe fn weights<V: Vector, P: Put<V>, const FUSED: bool>(
         }
         if column < to {
             let p = weight::<V, P, FUSED>(s.add(column), c, shift);
-            p.store(s.add(column));
+            P::put_one(s, column, p);
             sum = sum.add(p);
         }
         sum.add(second)

@@ -292,6 +292,7 @@ macro_rules! pair_table {
         }
         Some(PairKernels {
             row_blocks: <D as Pairs>::ROW_BLOCKS,
+            grain: <D as Pairs>::GRAIN,
             begin,
             end,
             queries,

@@ -19,6 +19,8 @@ unsafe impl Pairs for Dot512 {
     // Three registers a chain: twelve sums, as many as cover latency × ports.
     const PROBE_FLOPS: usize = 3 * 4 * COLUMNS;
 
+    const GRAIN: usize = COLUMNS;
+
     // Where this is chosen by itself: on AMD's processors.
     const SUBNORMALS: bool = true;
 

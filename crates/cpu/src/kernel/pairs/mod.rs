@@ -89,6 +89,9 @@ pub(crate) unsafe trait Pairs {
     unsafe fn probe(rounds: usize) -> f64;
     /// Floating-point operations of one of them.
     const PROBE_FLOPS: usize;
+    /// Columns of the strip are filled in multiples of this, a divisor of [`DEPTH`] and a whole number of
+    /// panels: depths of P v are.
+    const GRAIN: usize = DEPTH;
     /// Whether [`Self::round`] takes subnormal numbers, for 0, and a processor that has these instructions
     /// computes with them as fast as with others.
     const SUBNORMALS: bool = false;
@@ -115,14 +118,16 @@ pub(crate) struct PairBlock<A> {
     /// Values, panels `v_panel` apart.
     pub(crate) v: *const u16,
     pub(crate) v_panel: usize,
+    /// [`Pairs::GRAIN`].
+    pub(crate) grain: usize,
 }
 
 impl<A> PairBlock<A> {
-    /// The columns of the strip that are filled: `lo..hi` rounded outwards to whole depths.
+    /// The columns of the strip that are filled: `lo..hi` rounded outwards to whole grains.
     #[inline(always)]
     pub(crate) fn columns(&self) -> (usize, usize) {
         let Block { lo, hi, .. } = self.block;
-        (lo - lo % DEPTH, hi.next_multiple_of(DEPTH))
+        (lo - lo % self.grain, hi.next_multiple_of(self.grain))
     }
 }
 
@@ -131,6 +136,8 @@ impl<A> PairBlock<A> {
 pub(crate) struct PairKernels<T: Element> {
     /// [`Pairs::ROW_BLOCKS`].
     pub(crate) row_blocks: &'static [usize],
+    /// [`Pairs::GRAIN`].
+    pub(crate) grain: usize,
     /// [`Pairs::begin`].
     pub(crate) begin: unsafe fn(),
     /// [`Pairs::end`].

@@ -1,6 +1,6 @@
 //! One step of FlashAttention-2 on products of pairs, and its parts.
 
-use super::{CHUNK, COLUMNS, DEPTH, PairBlock, Pairs, Product, ROW_STRIDE};
+use super::{CHUNK, COLUMNS, PairBlock, Pairs, Product, ROW_STRIDE};
 use crate::kernel::{LINE, s_stride, scores, softmax};
 use crate::simd::Vector;
 
@@ -20,7 +20,7 @@ pub(crate) unsafe fn absorb<D: Pairs>(pairs: &PairBlock<f32>) {
 }
 
 /// S = q kᵀ in the columns of the strip that hold keys some row sees, rounded outwards to whole
-/// depths.
+/// grains.
 ///
 /// # Safety
 /// The processor has D's instructions and [`Pairs::begin`] was called; the pointers cover what the
@@ -97,6 +97,8 @@ pub(crate) unsafe fn round<D: Pairs>(pairs: &PairBlock<f32>) {
             let s = pairs.block.s.add(row * s_stride::<f32>());
             for column in (from..to).step_by(2 * D::V::LANES) {
                 let low = D::V::load(s.add(column));
+                // The strip has room for a whole register behind its last columns; nothing reads what
+                // is put there.
                 let high = D::V::load(s.add(column + D::V::LANES));
                 D::round(low, high, s.cast::<u16>().add(column));
             }
@@ -113,7 +115,7 @@ pub(crate) unsafe fn weighted_values<D: Pairs>(pairs: &PairBlock<f32>) {
     let block = &pairs.block;
     let (lo, hi) = pairs.columns();
     const { assert!(2 * s_stride::<f32>() == ROW_STRIDE) };
-    debug_assert!(lo.is_multiple_of(DEPTH) && block.width.is_multiple_of(COLUMNS));
+    debug_assert!(lo.is_multiple_of(2) && block.width.is_multiple_of(COLUMNS));
     // SAFETY: the caller's promise.
     unsafe {
         D::multiply(&Product {
