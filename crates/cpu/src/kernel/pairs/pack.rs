@@ -189,7 +189,7 @@ pub(crate) unsafe fn keys<V: Vector<E = f32>>(rows: &Rows<'_, u16>, to: *mut u16
             if let Some(rows_of_panel) = plain
                 && rows.step == 1
                 && rows.len >= DEPTH
-                && left.is_multiple_of(2)
+                && (left >= DEPTH || left.is_multiple_of(2))
             {
                 // Of what is left, if it is less than a whole piece, the last whole piece.
                 let start = first.min(rows.len - DEPTH);
