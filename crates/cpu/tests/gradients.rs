@@ -11,7 +11,7 @@ use tilewise_core::{
     Problem, keep_mask,
 };
 use tilewise_cpu::{CpuBackend, CpuElement};
-use tilewise_testkit::{Case, Judged, Setting};
+use tilewise_testkit::{Case, Judged, Setting, Sizes, case};
 
 /// A case with the results of the backend's forward pass.
 fn setting<T: CpuElement>(case: &Case) -> Setting<T> {
@@ -93,6 +93,45 @@ proptest! {
             DType::F16 => check::<f16>(&case)?,
             _ => check::<bf16>(&case)?,
         }
+    }
+}
+
+/// As few keys and columns as there can be: nothing to average errors over.
+fn few_keys() -> impl Strategy<Value = Case> {
+    let sizes = Sizes {
+        seqlen_q: (1usize..40).boxed(),
+        seqlen_k: (1usize..6).boxed(),
+        head_dim: (1usize..5).boxed(),
+        ..Sizes::of_tiles()
+    };
+    case(&sizes)
+}
+
+/// Several tiles of products of pairs along rows and keys.
+fn many_rows_and_keys() -> impl Strategy<Value = Case> {
+    let sizes = Sizes {
+        seqlen_q: (90usize..300).boxed(),
+        seqlen_k: (200usize..600).boxed(),
+        ..Sizes::of_tiles()
+    };
+    case(&sizes)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn rounded_weights_of_few_keys_stay_within_the_tolerance(case in few_keys()) {
+        check::<bf16>(&Case { dtype: DType::BF16, ..case })?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn tiles_of_pairs_equal_the_definition(case in many_rows_and_keys()) {
+        check::<bf16>(&Case { dtype: DType::BF16, ..case })?;
     }
 }
 
@@ -186,9 +225,14 @@ fn dropout_is_the_same_mask_everywhere() {
 /// NaN and infinity in what a mask hides change nothing, wherever they stand.
 #[test]
 fn what_is_hidden_never_leaks() {
+    nothing_leaks::<f32>();
+    nothing_leaks::<bf16>();
+}
+
+fn nothing_leaks<T: CpuElement>() {
     let mut case = plain(7);
     case.options = Options::new().window_left(60).window_right(60);
-    let mut setting = setting::<f32>(&case);
+    let mut setting = setting::<T>(&case);
     (setting.options, setting.keep) = (case.options.clone(), None);
     setting.run_forward(forward);
     let clean: Vec<_> = backends()
@@ -210,13 +254,13 @@ fn what_is_hidden_never_leaks() {
             (head / 2 * 420 + 400),
         );
         let q = &mut setting.data.q;
-        q.data[q.offset + row * 24] = f32::NAN;
-        setting.dout[row * 40 + 7] = f32::INFINITY;
+        q.data[q.offset + row * 24] = T::from_f64(f64::NAN);
+        setting.dout[row * 40 + 7] = T::from_f64(f64::INFINITY);
         setting.lse[row] = f32::NAN;
         let k_tensor = &mut setting.data.k;
-        k_tensor.data[k_tensor.offset + k * 24 + 3] = f32::INFINITY;
+        k_tensor.data[k_tensor.offset + k * 24 + 3] = T::from_f64(f64::INFINITY);
         let v_tensor = &mut setting.data.v;
-        v_tensor.data[v_tensor.offset + v * 40 + 9] = f32::NAN;
+        v_tensor.data[v_tensor.offset + v * 40 + 9] = T::from_f64(f64::NAN);
     }
     for (backend, clean) in backends().iter().zip(clean) {
         let dirty = run(
@@ -242,6 +286,80 @@ fn what_is_hidden_never_leaks() {
                 let same = dirty.dv[at..at + 40] == clean.dv[at..at + 40];
                 assert_eq!(same, !reached(100), "{} dv {key}", backend.isa());
             }
+        }
+    }
+}
+
+/// A setting of bf16 without options but causality, and the tensor of it that `which` says.
+fn small(which: usize, change: impl Fn(usize, &mut bf16)) -> Setting<bf16> {
+    let dims = Dims {
+        batch: 1,
+        num_heads: 2,
+        num_kv_heads: 1,
+        seqlen_q: 70,
+        seqlen_k: 90,
+        head_dim: 24,
+        head_dim_v: 40,
+    };
+    let options = Options::new().causal(true);
+    let case = Case {
+        options: options.clone(),
+        ..Case::dense(11, dims)
+    };
+    let mut setting = setting::<bf16>(&case);
+    (setting.options, setting.keep, setting.dlse) = (options, None, None);
+    let data = &mut setting.data;
+    let tensor = match which {
+        0 => &mut data.q.data,
+        1 => &mut data.k.data,
+        2 => &mut data.v.data,
+        _ => &mut setting.dout,
+    };
+    for (at, x) in tensor.iter_mut().enumerate() {
+        change(at, x);
+    }
+    setting.run_forward(forward);
+    setting
+}
+
+fn agree(setting: &Setting<bf16>, what: &str) {
+    let inputs = setting.backward();
+    let judge = GradientJudge::new(&setting.problem(), &inputs);
+    for backend in backends() {
+        let mut gradients = run(&backend, &setting.options, &inputs, Algorithm::Fa2);
+        for comparison in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+            assert!(comparison.pass, "{} {what}: {comparison:?}", backend.isa());
+        }
+    }
+}
+
+/// What instructions that multiply pairs of bf16 would take for something else: NaN, infinity, what is
+/// huge, what is tiny.
+#[test]
+fn odd_numbers_of_bf16_are_as_defined() {
+    for odd in [f32::NAN, f32::INFINITY, 1e18, -3e-35, 9.2e-41] {
+        for which in 0..4 {
+            // Δ of an infinite dO is no sum that every order of summation gives; lse of a huge score, in
+            // f32, does not say what its weight is.
+            if (which == 3 && odd == f32::INFINITY) || (which < 2 && odd == 1e18) {
+                continue;
+            }
+            let setting = small(which, |at, x| {
+                if at == 24 * 40 + 7 {
+                    *x = bf16::from_f32(odd);
+                }
+            });
+            agree(&setting, &format!("{odd} in tensor {which}"));
+        }
+    }
+}
+
+#[test]
+fn tensors_of_bf16_that_are_all_tiny_are_as_defined() {
+    for scale in [1e-38, 1e-33, 1e-20, 1e-12] {
+        for which in 0..4 {
+            let setting = small(which, |_, x| *x = bf16::from_f32(x.to_f32() * scale));
+            agree(&setting, &format!("tensor {which} times {scale}"));
         }
     }
 }

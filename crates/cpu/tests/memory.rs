@@ -4,8 +4,12 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tilewise_core::{Algorithm, Backend, Inputs, Options, Problem, TensorView, TensorViewMut};
-use tilewise_cpu::CpuBackend;
+use tilewise_core::half::bf16;
+use tilewise_core::{
+    Algorithm, Backend, BackwardInputs, Gradients, Inputs, Options, Problem, TensorView,
+    TensorViewMut,
+};
+use tilewise_cpu::{CpuBackend, CpuElement};
 
 struct Counting;
 
@@ -62,6 +66,57 @@ fn peak(algorithm: Algorithm, heads: usize, n: usize, d: usize, threads: usize) 
     })
 }
 
+/// The same of a backward pass of `fa2`.
+fn backward_peak<T: CpuElement>(
+    heads: usize,
+    n: usize,
+    d: usize,
+    threads: usize,
+) -> (usize, usize) {
+    let data: Vec<T> = (0..heads * n * d)
+        .map(|i| T::from_f64((i % 17) as f64 * 0.1 - 0.8))
+        .collect();
+    let lse = vec![(n as f32).ln(); heads * n];
+    let view = TensorView::bhsd(&data, [1, heads, n, d]).unwrap();
+    let lse = TensorView::bhsd(&lse, [1, heads, n, 1]).unwrap();
+    let inputs = BackwardInputs::new(Inputs::new(view, view, view), view, lse, view);
+    let problem = inputs.problem(&Options::new().causal(true)).unwrap();
+    let mut gradients = Gradients::filled(&problem, &inputs.inputs, 0.0).unwrap();
+    let backend = CpuBackend::new().unwrap();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .unwrap();
+    pool.install(|| {
+        let said = backend.backward_workspace_bytes(&problem, Algorithm::Fa2) as usize;
+        let before = NOW.load(Ordering::Relaxed);
+        PEAK.store(before, Ordering::Relaxed);
+        let views = gradients.views_mut().unwrap();
+        backend
+            .backward_into(&problem, &inputs, Algorithm::Fa2, views)
+            .unwrap();
+        (PEAK.load(Ordering::Relaxed) - before, said)
+    })
+}
+
+fn backward_is_linear<T: CpuElement>(d: usize, threads: usize) {
+    backward_peak::<T>(2, 256, d, threads);
+    let mut last = usize::MAX / 4;
+    for n in [2048, 4096] {
+        let (extra, said) = backward_peak::<T>(3, n, d, threads);
+        let dtype = T::DTYPE;
+        assert!(
+            extra <= said + said / 8 + (64 << 10),
+            "backward, {dtype}, {threads} threads, {n}: {extra} of {said} bytes"
+        );
+        assert!(
+            extra < 2 * last + (64 << 10),
+            "{dtype}: {last} then {extra}"
+        );
+        last = extra;
+    }
+}
+
 // One test: the counters are the process's.
 #[test]
 fn extra_memory_is_linear_and_as_announced() {
@@ -92,5 +147,7 @@ fn extra_memory_is_linear_and_as_announced() {
             twice < 2 * extra + (64 << 10),
             "{extra} then {twice}: not linear"
         );
+        backward_is_linear::<f32>(d, threads);
+        backward_is_linear::<bf16>(d, threads);
     }
 }

@@ -21,6 +21,7 @@ use crate::parallel::{in_order, threads};
 struct Scratch<T: CpuElement> {
     keys: KeyRoom<T>,
     rows: Buffer<T::Acc>,
+    flags: Buffer<u8>,
 }
 
 /// Writes dbias.
@@ -40,6 +41,7 @@ pub(super) fn backward<T: CpuElement>(
             Ok(Scratch {
                 keys: KeyRoom::new(sizes, false)?,
                 rows: Buffer::new(sizes.room().elements, "rows of a tile")?,
+                flags: Buffer::new(sizes.room().flags, "tile flags")?,
             })
         })
         .collect::<Result<Vec<_>>>()?;
@@ -83,7 +85,11 @@ pub(super) fn backward<T: CpuElement>(
                         alone,
                     };
                     // SAFETY: the scratch is this worker's; items of a head reach different sums.
-                    unsafe { add(call, at, n, row_tiles, key_tiles, scratch, &sum) }
+                    unsafe {
+                        call.begin();
+                        add(call, at, n, row_tiles, key_tiles, scratch, &sum);
+                        call.end();
+                    }
                 },
             );
             scratches = used.into_inner().unwrap_or_else(|e| e.into_inner());
@@ -154,10 +160,9 @@ unsafe fn add<T: CpuElement>(
     let (sizes, head) = (&call.sizes, call.head(at, n));
     let axis = |axis: usize, at: usize| if sum.shape[axis] == 1 { 0 } else { at };
     let first = axis(0, sequence.q_batch) * sum.shape[1] + axis(1, call.index(at, n));
-    let mut careful = [false; 2];
     // SAFETY: the caller's promise; rows and keys of the sequence lie inside the bias's shape.
     unsafe {
-        let tile = RowTile::new(scratch.rows.at(), sizes.room(), &raw mut careful);
+        let tile = RowTile::new(scratch.rows.at(), sizes.room(), scratch.flags.at());
         for row_tile in row_tiles {
             let rows = sizes.rows(row_tile, sequence.seqlen_q);
             let seen = sizes.key_tiles(&head.rule.keys(rows.clone()));
@@ -168,7 +173,8 @@ unsafe fn add<T: CpuElement>(
             for key_tile in key_tiles.clone().filter(|tile| seen.contains(tile)) {
                 let range = sizes.keys(key_tile, sequence.seqlen_k);
                 call.pack_keys(at, &range, &mut scratch.keys);
-                let reach = call.weights(&head, &rows, &range, tile, &scratch.keys, true);
+                let step = call.step((at, n), &head, &rows, &range, tile);
+                let reach = call.weights(&step, &scratch.keys, true);
                 for (r, i) in rows.clone().enumerate() {
                     let ds = scratch.keys.ds().add(r * s_stride::<T::Acc>());
                     let row = first * sum.shape[2] + axis(2, sequence.q_start + i);

@@ -2,14 +2,16 @@
 
 use std::ops::Range;
 
-use tilewise_core::{BackwardInputs, Dims, Element, Problem};
+use tilewise_core::{BackwardInputs, Element, Problem};
 
 use super::kernel::BackwardKernels;
+use super::pairs;
 use crate::backend::CpuBackend;
 use crate::call::KvHead;
-use crate::head::{Head, Scoring};
+use crate::head::{Head, Scoring, rows_of};
+use crate::kernel::pairs::{COLUMNS, DEPTH};
 use crate::kernel::table::{CpuElement, Kernels};
-use crate::kernel::{MAX_MR, max_key_tile, s_stride};
+use crate::kernel::{MAX_MR, Plane, max_key_tile, s_stride};
 use crate::shape::Shape;
 use crate::simd::MAX_LANES;
 
@@ -21,11 +23,18 @@ pub(super) struct Sizes {
     /// head_dim in whole vectors.
     pub(super) width_q: usize,
     pub(super) q_panels: usize,
+    /// Sums of dQ that a tile of rows has: [`LANES`], or fewer where no sequence has as many tiles of
+    /// keys.
+    pub(super) lanes: usize,
 }
 
 impl Sizes {
-    pub(super) fn new<T: CpuElement>(backend: &CpuBackend, dims: &Dims) -> Sizes {
-        let kernels = T::kernels(backend.isa());
+    pub(super) fn new<T: CpuElement>(backend: &CpuBackend, problem: &Problem) -> Sizes {
+        let (kernels, dims) = (T::kernels(backend.isa()), problem.dims());
+        let scale = problem.softmax_scale();
+        if kernels.pairs.is_some() && pairs::fits(dims.head_dim, dims.head_dim_v, scale) {
+            return Self::for_pairs(backend, problem, &kernels);
+        }
         let tile = &kernels.tile;
         let mut shape = Shape::new(dims, tile, backend.caches());
         let size = size_of::<T::Acc>();
@@ -41,6 +50,30 @@ impl Sizes {
             shape,
             width_q,
             q_panels: width_q.div_ceil(tile.nr),
+            lanes: dims.seqlen_k.div_ceil(shape.key_tile).clamp(1, LANES),
+        }
+    }
+
+    /// The same for products of pairs.
+    fn for_pairs<T: CpuElement>(
+        backend: &CpuBackend,
+        problem: &Problem,
+        kernels: &Kernels<T>,
+    ) -> Sizes {
+        let (dims, caches) = (problem.dims(), backend.caches());
+        let mut shape = Shape::new(dims, &kernels.tile, caches).for_pairs(caches);
+        let width_q = dims.head_dim.next_multiple_of(COLUMNS);
+        // K twice and V in 16 bits, dK and dV in 32.
+        let key_bytes = 2 * (2 * dims.head_dim.next_multiple_of(DEPTH) + shape.width)
+            + 4 * (width_q + shape.width);
+        shape.key_tile =
+            (caches.l2 / 2 / key_bytes / DEPTH * DEPTH).clamp(DEPTH, max_key_tile::<f32>());
+        shape.q_tile = PAIR_ROWS;
+        Sizes {
+            shape,
+            width_q,
+            q_panels: width_q.div_ceil(shape.nr),
+            lanes: dims.seqlen_k.div_ceil(shape.key_tile).clamp(1, LANES),
         }
     }
 
@@ -79,24 +112,41 @@ impl Sizes {
     pub(super) fn room(&self) -> Room {
         let shape = &self.shape;
         let padded = shape.padded(shape.q_tile);
+        let [q_columns, dout_columns, q_rows, dout_rows] = match shape.pairs {
+            // 16 bits each: rows as they are, and packed in pairs.
+            true => [
+                shape.q_tile * pairs::depth(shape.head_dim) / 2,
+                shape.q_tile * pairs::depth(shape.head_dim_v) / 2,
+                shape.q_tile * self.width_q / 2,
+                shape.q_tile * shape.width / 2,
+            ],
+            // Packing writes whole vectors, the last one past the end.
+            false => [
+                padded * shape.head_dim + MAX_LANES,
+                padded * shape.head_dim_v + MAX_LANES,
+                self.q_panels * shape.nr * shape.q_tile,
+                shape.v_panels * shape.nr * shape.q_tile,
+            ],
+        };
         let mut end = 0;
         let mut take = |elements: usize| {
             let start = end;
             end += elements.next_multiple_of(MAX_LANES);
             start
         };
-        // Packing writes whole vectors, the last one past the end.
-        let q_columns = take(padded * shape.head_dim + MAX_LANES);
-        let dout_columns = take(padded * shape.head_dim_v + MAX_LANES);
+        let dq_lane = (padded * self.width_q).next_multiple_of(MAX_LANES);
         Room {
-            q_columns,
-            dout_columns,
-            q_rows: take(self.q_panels * shape.nr * shape.q_tile),
-            dout_rows: take(shape.v_panels * shape.nr * shape.q_tile),
-            dq: take(padded * self.width_q),
+            q_columns: take(q_columns),
+            dout_columns: take(dout_columns),
+            q_rows: take(q_rows),
+            dout_rows: take(dout_rows),
+            dq: take(self.lanes * dq_lane),
+            dq_lane,
+            lanes: self.lanes,
             l: take(padded),
             l_low: take(padded),
             delta: take(padded),
+            flags: 2 + shape.q_tile,
             elements: end,
         }
     }
@@ -105,8 +155,15 @@ impl Sizes {
 /// The smallest softmax_scale that may be a unit of the strip.
 const LEAST_UNIT: f64 = 1e-12;
 
+/// Tiles of keys add to dQ in turns, each to every `LANES`th sum alone: those that follow one another
+/// need not wait for each other where one has less to do than the one before it.
+pub(super) const LANES: usize = 2;
+
 /// Rows of a tile, about.
 const ROWS: usize = 48;
+
+/// Rows of a tile of products of pairs: whole blocks of 12 and of 32, whole depths.
+const PAIR_ROWS: usize = 96;
 
 /// Offsets of the parts of a tile of rows, in elements.
 #[derive(Clone, Copy, Debug)]
@@ -116,10 +173,15 @@ pub(super) struct Room {
     pub(super) q_rows: usize,
     pub(super) dout_rows: usize,
     pub(super) dq: usize,
+    /// From one sum of dQ to the next, and how many there are.
+    pub(super) dq_lane: usize,
+    pub(super) lanes: usize,
     pub(super) l: usize,
     pub(super) l_low: usize,
     pub(super) delta: usize,
     pub(super) elements: usize,
+    /// Bytes besides: whether q and dO need care, and a mark for each row.
+    pub(super) flags: usize,
 }
 
 /// One backward call. Pages have been gathered.
@@ -141,11 +203,16 @@ impl<'a, T: CpuElement> Call<'a, T> {
         problem: &'a Problem,
         inputs: &'a BackwardInputs<'a, T>,
     ) -> Self {
+        let sizes = Sizes::new::<T>(backend, problem);
+        // The builder made sure that the processor has the instruction set.
+        let mut kernels = T::kernels(backend.isa());
+        if !sizes.shape.pairs {
+            kernels.pairs = None;
+        }
         Call {
-            // The builder made sure that the processor has the instruction set.
-            kernels: T::kernels(backend.isa()),
+            kernels,
             more: T::backward_kernels(backend.isa()),
-            sizes: Sizes::new::<T>(backend, problem.dims()),
+            sizes,
             problem,
             inputs,
             // L is kept in units of the strip: where these are tiny it would not fit.
@@ -177,6 +244,39 @@ impl<T: Element> Call<'_, T> {
             0,
             sequence.k_start,
         )
+    }
+
+    /// dO of that head.
+    pub(super) fn dout(&self, at: KvHead, n: usize) -> Plane<T> {
+        let sequence = &self.problem.sequences()[at.sequence];
+        rows_of(
+            &self.inputs.dout,
+            sequence.q_batch,
+            self.index(at, n),
+            sequence.q_start,
+        )
+    }
+
+    /// Before the steps of an item, on its thread.
+    ///
+    /// # Safety
+    /// The processor has the kernels' instructions.
+    pub(super) unsafe fn begin(&self) {
+        if let Some(pairs) = &self.kernels.pairs {
+            // SAFETY: the caller's promise.
+            unsafe { (pairs.begin)() }
+        }
+    }
+
+    /// After them.
+    ///
+    /// # Safety
+    /// As [`Self::begin`], which was called.
+    pub(super) unsafe fn end(&self) {
+        if let Some(pairs) = &self.kernels.pairs {
+            // SAFETY: the caller's promise.
+            unsafe { (pairs.end)() }
+        }
     }
 
     /// Number of that head.

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tilewise_core::{Element, GradientsMut, Problem, Result};
 
 use super::bias;
-use super::call::{Call, Sizes};
+use super::call::{Call, LANES, Sizes};
 use super::keys::KeyRoom;
 use super::rows::RowTile;
 use super::target::Target;
@@ -45,9 +45,17 @@ struct Progress {
 /// Room for the rows of one KV head: all tiles of all query heads of its group.
 struct HeadRoom<T: Element> {
     tiles: Buffer<T::Acc>,
-    careful: Buffer<u8>,
-    /// Tiles of keys that have added to each tile of rows.
-    turns: Vec<AtomicUsize>,
+    flags: Buffer<u8>,
+    turns: Vec<Turns>,
+}
+
+/// How far dQ of a tile of rows has come.
+#[derive(Default)]
+struct Turns {
+    /// Tiles of keys that have added to each of its sums.
+    of: [AtomicUsize; LANES],
+    /// Tiles of keys that have yet to add to any.
+    left: AtomicUsize,
 }
 
 /// Tiles of rows of a KV head, of the longest sequence.
@@ -71,8 +79,9 @@ pub(super) fn workspace_bytes<T: Element>(sizes: &Sizes, problem: &Problem) -> u
     let threads = threads();
     let heads = problem.sequences().len() * problem.dims().num_kv_heads;
     let rooms = slots(sizes, problem, threads, heads) * most_tiles(sizes, problem);
-    let elements = rooms * sizes.room().elements + threads * KeyRoom::<T>::elements(sizes);
-    (elements * size_of::<T::Acc>()) as u64
+    let room = sizes.room();
+    let of_rows = rooms * (room.elements * size_of::<T::Acc>() + room.flags + size_of::<Turns>());
+    (of_rows + threads * KeyRoom::<T>::bytes(sizes)) as u64
 }
 
 /// Where the gradients of a call go.
@@ -97,8 +106,8 @@ pub(super) fn backward<T: CpuElement>(
         .map(|_| {
             Ok(HeadRoom::<T> {
                 tiles: Buffer::new(tiles * room.elements, "rows of a head")?,
-                careful: Buffer::new(2 * tiles, "tile flags")?,
-                turns: (0..tiles).map(|_| AtomicUsize::new(0)).collect(),
+                flags: Buffer::new(tiles * room.flags, "tile flags")?,
+                turns: (0..tiles).map(|_| Turns::default()).collect(),
             })
         })
         .collect::<Result<Vec<_>>>()?;
@@ -141,7 +150,18 @@ pub(super) fn backward<T: CpuElement>(
         },
         |crew, scratch, item| match &items[item] {
             Item::Prepare { head, n, tiles } => work.prepare(crew, scratch, *head, *n, tiles),
-            Item::Keys { head, tile } => work.keys(crew, scratch, *head, *tile),
+            Item::Keys { head, tile } => {
+                crew.wait_for(&progress[*head].preparations_left);
+                if crew.failed() {
+                    return;
+                }
+                // SAFETY: the processor has the kernels' instructions.
+                unsafe {
+                    call.begin();
+                    work.keys(crew, scratch, *head, *tile);
+                    call.end();
+                }
+            }
         },
     );
 
@@ -184,12 +204,12 @@ impl<T: CpuElement> Work<'_, T> {
     fn tile(&self, slot: usize, tile: usize) -> RowTile<T::Acc> {
         let (room, rooms) = (self.call.sizes.room(), &self.rooms[slot]);
         assert!(tile < self.tiles);
-        // SAFETY: the buffers were made for this many tiles; zero bytes are `false`.
+        // SAFETY: the buffers were made for this many tiles.
         unsafe {
             RowTile::new(
                 rooms.tiles.at().add(tile * room.elements),
                 room,
-                rooms.careful.at().add(2 * tile).cast(),
+                rooms.flags.at().add(tile * room.flags),
             )
         }
     }
@@ -216,7 +236,12 @@ impl<T: CpuElement> Work<'_, T> {
         for tile in tiles.clone() {
             let rows = call.sizes.rows(tile, sequence.seqlen_q);
             let number = n * each + tile;
-            self.rooms[head % slots].turns[number].store(0, Ordering::Relaxed);
+            let seen = call.sizes.key_tiles(&rule.keys(rows.clone()));
+            let turns = &self.rooms[head % slots].turns[number];
+            turns.left.store(seen.len(), Ordering::Relaxed);
+            for turn in &turns.of {
+                turn.store(0, Ordering::Relaxed);
+            }
             let room = self.tile(head % slots, number);
             // SAFETY: the head that had this slot is done with; each tile is made by one item; the
             // scratch is this worker's; a tile's sum is its own.
@@ -224,7 +249,7 @@ impl<T: CpuElement> Work<'_, T> {
                 let sink = call.prepare(at, n, &rows, room, scratch);
                 self.sinks.at().add(head * self.tiles + number).write(sink);
             }
-            if rule.keys(rows.clone()).is_empty() {
+            if seen.is_empty() {
                 for row in rows {
                     let place = [sequence.q_batch, call.index(at, n), sequence.q_start + row];
                     // SAFETY: no tile of keys meets these rows, so no one else writes them.
@@ -237,11 +262,9 @@ impl<T: CpuElement> Work<'_, T> {
             .fetch_sub(1, Ordering::Release);
     }
 
-    fn keys(&self, crew: &Crew, scratch: &mut KeyRoom<T>, head: usize, key_tile: usize) {
-        crew.wait_for(&self.progress[head].preparations_left);
-        if crew.failed() {
-            return;
-        }
+    /// # Safety
+    /// The rows of the head are made, and [`Call::begin`] was called.
+    unsafe fn keys(&self, crew: &Crew, scratch: &mut KeyRoom<T>, head: usize, key_tile: usize) {
         let (call, at) = (self.call, self.heads[head]);
         let sequence = &call.problem.sequences()[at.sequence];
         let each = call.sizes.row_tiles(sequence.seqlen_q);
@@ -264,21 +287,28 @@ impl<T: CpuElement> Work<'_, T> {
                     }
                     let number = n * each + tile;
                     let room = self.tile(slot, number);
-                    let reach = call.weights(&query, &rows, &range, room, scratch, false);
-                    call.collect(rows.len(), reach, room, scratch);
-                    let turn = &self.rooms[slot].turns[number];
-                    if !wait_for_turn(crew, turn, key_tile - seen.start) {
+                    let step = call.step((at, n), &query, &rows, &range, room);
+                    let reach = call.weights(&step, scratch, false);
+                    call.collect(&step, reach, scratch);
+                    let turns = &self.rooms[slot].turns[number];
+                    let (turn, lane) = (
+                        (key_tile - seen.start) / LANES,
+                        (key_tile - seen.start) % LANES,
+                    );
+                    if !wait_for_turn(crew, &turns.of[lane], turn) {
                         return;
                     }
-                    call.add_to_rows(&query, &rows, &range, room, scratch);
-                    if key_tile + 1 == seen.end {
+                    call.add_to_rows(&step, lane, scratch);
+                    turns.of[lane].store(turn + 1, Ordering::Release);
+                    // The last to add, of all sums, rounds what they come to.
+                    if turns.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                         let place = |row| [sequence.q_batch, call.index(at, n), row];
+                        call.join(rows.len(), seen.len(), room);
                         for (r, row) in rows.enumerate() {
-                            let from = room.dq().add(r * call.sizes.width_q);
+                            let from = room.dq(0).add(r * call.sizes.width_q);
                             self.store(&self.targets.dq, place(sequence.q_start + row), from);
                         }
                     }
-                    turn.store(key_tile - seen.start + 1, Ordering::Release);
                 }
             }
             let [dk, dv] = scratch.sums();

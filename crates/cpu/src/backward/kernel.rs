@@ -9,6 +9,7 @@ use crate::exp::{exp2_nonpositive, tanh};
 use crate::isa::Isa;
 use crate::kernel::gemm::with_mr;
 use crate::kernel::pack::chunk;
+use crate::kernel::turned::{TurnedKernels, turned_of_bf16};
 use crate::kernel::{Block, s_stride};
 use crate::simd::{Convert, Vector, portable};
 #[cfg(target_arch = "x86_64")]
@@ -64,6 +65,8 @@ pub(crate) struct BackwardKernels<T: Element> {
     pub(super) collect: unsafe fn(&Collected<T::Acc>),
     /// [`row_dot`]: length, x, its step, y, its step.
     pub(super) row_dot: unsafe fn(usize, *const T, isize, *const T, isize) -> T::Acc,
+    /// What products of pairs take besides, where the instruction set has them for T.
+    pub(super) turned: Option<TurnedKernels<T::Acc>>,
 }
 
 /// Columns of the strip that hold scores: whole vectors.
@@ -342,6 +345,7 @@ macro_rules! backward_table {
             grade: grade_of,
             collect: collect_of,
             row_dot: row_dot_of,
+            turned: None,
         }
     }};
 }
@@ -354,11 +358,11 @@ pub trait HasBackwardKernels: Element {
 }
 
 macro_rules! element {
-    ($T:ty, $avx512:ty, $avx2:ty, $portable:ty) => {
+    ($T:ty, $avx512:ty, $avx2:ty, $portable:ty, $turned:expr) => {
         impl HasBackwardKernels for $T {
             #[allow(private_interfaces)] // the trait is reached through a sealed one, the table internal
             fn backward_kernels(isa: Isa) -> BackwardKernels<$T> {
-                match isa.vectors() {
+                let kernels = match isa.vectors() {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx512 => backward_table!(
                         $T,
@@ -368,13 +372,23 @@ macro_rules! element {
                     #[cfg(target_arch = "x86_64")]
                     Isa::Avx2 => backward_table!($T, $avx2, "avx2,fma,f16c"),
                     _ => backward_table!($T, $portable),
+                };
+                BackwardKernels {
+                    turned: $turned(isa),
+                    ..kernels
                 }
             }
         }
     };
 }
 
-element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4);
-element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8);
-element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8);
-element!(bf16, avx512::F32x16, avx2::F32x8, portable::F32x8);
+element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4, |_| None);
+element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
+element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
+element!(
+    bf16,
+    avx512::F32x16,
+    avx2::F32x8,
+    portable::F32x8,
+    turned_of_bf16
+);

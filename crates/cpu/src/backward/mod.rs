@@ -6,13 +6,15 @@
 //! * `rows`: a tile of query rows with all that is made of it once: q and dO packed both ways, L, Δ
 //!   and dQ while it is summed up.
 //! * `keys`: a tile of keys, its dK and dV, and the step that a tile of rows takes with it.
+//! * `pairs`: that step where the processor multiplies pairs of bf16.
 //! * `fa2`: the order of work over threads.
 //! * `bias`: dbias, which has an order of its own.
 //! * `baseline`: `standard` and `fa1`, on core's schedules.
 //!
 //! dK and dV of a tile of keys are summed up by one worker, over the query heads of the group too. dQ
-//! of a tile of rows is added to by the tiles of keys in their order, each waiting for the one before:
-//! no locks, and the same bits whatever the number of threads.
+//! of a tile of rows is added to by the tiles of keys in their order, each waiting for the one before
+//! the last: there are two sums, taken in turns, that become one in the end. No locks, and the same
+//! bits whatever the number of threads.
 
 mod baseline;
 mod bias;
@@ -20,6 +22,7 @@ mod call;
 mod fa2;
 pub(crate) mod kernel;
 mod keys;
+mod pairs;
 mod rows;
 mod target;
 
@@ -74,7 +77,7 @@ pub(crate) fn workspace_bytes<T: CpuElement>(
 ) -> u64 {
     match algorithm.resolve() {
         Algorithm::Fa2 => {
-            let sizes = Sizes::new::<T>(backend, problem.dims());
+            let sizes = Sizes::new::<T>(backend, problem);
             fa2::workspace_bytes::<T>(&sizes, problem)
         }
         other => baseline::workspace_bytes::<T>(problem, other),

@@ -17,15 +17,16 @@ use crate::kernel::{MAX_MR, Plane, s_stride};
 pub(super) struct RowTile<A> {
     at: *mut A,
     room: Room,
-    /// Whether a value of q, and of dO, is NaN or infinite.
-    careful: *mut [bool; 2],
+    /// Whether a value of q, and of dO, is NaN or infinite (for products of pairs, whether a row is
+    /// odd), and marks of the rows.
+    flags: *mut u8,
 }
 
 impl<A> RowTile<A> {
     /// # Safety
-    /// `at` has the room's elements; `careful` is this tile's.
-    pub(super) unsafe fn new(at: *mut A, room: Room, careful: *mut [bool; 2]) -> Self {
-        RowTile { at, room, careful }
+    /// `at` has the room's elements, `flags` its flags.
+    pub(super) unsafe fn new(at: *mut A, room: Room, flags: *mut u8) -> Self {
+        RowTile { at, room, flags }
     }
 
     fn part(&self, offset: usize) -> *mut A {
@@ -33,7 +34,7 @@ impl<A> RowTile<A> {
         self.at.wrapping_add(offset)
     }
 
-    /// q, `[block][head_dim][mr]`.
+    /// q, `[block][head_dim][mr]`; for products of pairs `[row][whole depths]`, in 16 bits.
     pub(super) fn q_columns(&self) -> *mut A {
         self.part(self.room.q_columns)
     }
@@ -43,7 +44,7 @@ impl<A> RowTile<A> {
         self.part(self.room.dout_columns)
     }
 
-    /// q, `[panel][row][NR]`.
+    /// q, `[panel][row][NR]`; for products of pairs `[panel][row / 2][COLUMNS][2]`, in 16 bits.
     pub(super) fn q_rows(&self) -> *mut A {
         self.part(self.room.q_rows)
     }
@@ -53,9 +54,10 @@ impl<A> RowTile<A> {
         self.part(self.room.dout_rows)
     }
 
-    /// dQ, `[row][width_q]`.
-    pub(super) fn dq(&self) -> *mut A {
-        self.part(self.room.dq)
+    /// Sum number `lane` of dQ, `[row][width_q]`.
+    pub(super) fn dq(&self, lane: usize) -> *mut A {
+        assert!(lane < self.room.lanes);
+        self.part(self.room.dq + lane * self.room.dq_lane)
     }
 
     /// L in units of the strip, its low part, and Δ.
@@ -67,7 +69,20 @@ impl<A> RowTile<A> {
     /// The tile has been prepared.
     pub(super) unsafe fn careful(&self) -> [bool; 2] {
         // SAFETY: the caller's promise.
-        unsafe { self.careful.read() }
+        unsafe { [0, 1].map(|which| self.flags.add(which).read() != 0) }
+    }
+
+    /// # Safety
+    /// The tile is no one else's.
+    pub(super) unsafe fn set_careful(&self, which: usize, careful: bool) {
+        // SAFETY: the caller's promise; there are two of these flags.
+        unsafe { self.flags.add(which).write(u8::from(careful)) }
+    }
+
+    /// A mark for each row.
+    pub(super) fn marks(&self) -> *mut u8 {
+        // Inside the room's flags, by its making.
+        self.flags.wrapping_add(2)
     }
 }
 
@@ -98,13 +113,14 @@ impl<T: Element> Call<'_, T> {
         let sequence = &self.problem.sequences()[at.sequence];
         let (b, h) = (sequence.q_batch, self.index(at, n));
         let head = self.head(at, n);
-        let dout = rows_of(&self.inputs.dout, b, h, sequence.q_start);
+        let dout = self.dout(at, n);
         let out = rows_of(&self.inputs.out, b, h, sequence.q_start);
         let shape = &self.sizes.shape;
         let one = <T::Acc as Element>::from_f64(1.0);
         let sign = self.scoring.sign;
         // SAFETY: the caller's promise; rows of the head exist, by the checked problem and shapes.
         unsafe {
+            std::slice::from_raw_parts_mut(tile.marks(), shape.q_tile).fill(0);
             let (q_columns, dout_columns) = (tile.q_columns(), tile.dout_columns());
             let (d, dv) = (shape.head_dim, shape.head_dim_v);
             self.pack(&head.q, rows, d, sign, q_columns, tile.q_rows(), 0, tile);
@@ -119,7 +135,9 @@ impl<T: Element> Call<'_, T> {
                 tile,
             );
             let padded = shape.padded(rows.len()) * self.sizes.width_q;
-            std::slice::from_raw_parts_mut(tile.dq(), padded).fill(T::Acc::default());
+            for lane in 0..self.sizes.lanes {
+                std::slice::from_raw_parts_mut(tile.dq(lane), padded).fill(T::Acc::default());
+            }
             let [l, l_low, delta] = tile.statistics();
             for (r, row) in rows.clone().enumerate() {
                 let (x, y) = (dout.moved(row, 0), out.moved(row, 0));
@@ -138,7 +156,7 @@ impl<T: Element> Call<'_, T> {
                 l_low.add(r).write(low);
             }
             if T::DTYPE == tilewise_core::DType::F64 {
-                self.correct(at, &head, rows, tile, keys);
+                self.correct((at, n), &head, rows, tile, keys);
             }
             let Some(sink) = head.sink.filter(|&sink| sink != f32::NEG_INFINITY) else {
                 return 0.0;
@@ -169,6 +187,11 @@ impl<T: Element> Call<'_, T> {
         which: usize,
         tile: RowTile<T::Acc>,
     ) {
+        if let Some(pairs) = &self.kernels.pairs {
+            // SAFETY: the caller's promise.
+            unsafe { self.take_pair_rows(pairs, plane, rows, which, tile) }
+            return;
+        }
         let shape = &self.sizes.shape;
         let mut pointers = [std::ptr::null(); super::keys::MOST_ROWS];
         for (to, row) in pointers.iter_mut().zip(rows.clone()) {
@@ -189,8 +212,7 @@ impl<T: Element> Call<'_, T> {
             }
             let stride = shape.q_tile * shape.nr;
             let finite = (self.kernels.panels)(&rows_of(0, rows.len()), stride, panels);
-            let careful = &mut *tile.careful;
-            careful[which] = !finite;
+            tile.set_careful(which, !finite);
         }
     }
 
@@ -200,7 +222,7 @@ impl<T: Element> Call<'_, T> {
     /// As [`Self::prepare`].
     unsafe fn correct(
         &self,
-        at: KvHead,
+        (at, n): (KvHead, usize),
         head: &Head<T>,
         rows: &Range<usize>,
         tile: RowTile<T::Acc>,
@@ -220,8 +242,9 @@ impl<T: Element> Call<'_, T> {
             for key_tile in self.sizes.key_tiles(&head.rule.keys(rows.clone())) {
                 let range = self.sizes.keys(key_tile, sequence.seqlen_k);
                 self.pack_keys(at, &range, keys);
+                let step = self.step((at, n), head, rows, &range, tile);
                 for (first, n, mr) in self.sizes.shape.blocks(rows.len()) {
-                    let block = self.block(head, rows, &range, [first, n, mr], tile, keys);
+                    let block = self.block(&step, [first, n, mr], keys);
                     let Some((mut block, modifiers)) = block else {
                         continue;
                     };

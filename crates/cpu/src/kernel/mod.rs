@@ -14,6 +14,7 @@ pub(crate) mod rows;
 pub(crate) mod scores;
 pub(crate) mod softmax;
 pub(crate) mod table;
+pub(crate) mod turned;
 pub(crate) mod weighted;
 
 use tilewise_core::Element;
