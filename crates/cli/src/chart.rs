@@ -31,7 +31,7 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(0, 114, 178),
     RGBColor(0, 158, 115),
     RGBColor(204, 121, 167),
-    RGBColor(150, 150, 150),
+    RGBColor(120, 120, 120),
     RGBColor(230, 159, 0),
 ];
 

@@ -77,11 +77,21 @@ pub(super) fn speed(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
         plan.head_dim
     );
     let (command, results) = bench(args, plan, shape, true)?;
-    let charts = backends(&results)
+    let charts = speed_charts(&results);
+    Ok(Timed {
+        command,
+        results,
+        charts,
+    })
+}
+
+/// A chart for each backend that was timed, with its roof where its ceilings were measured, whatever it is.
+fn speed_charts(results: &[Value]) -> Vec<Chart> {
+    backends(results)
         .into_iter()
         .map(|backend| {
-            let mut series = lines(&results, &backend, "sq", |row| row["gflops"].as_f64());
-            let roof = roof(&results, &backend);
+            let mut series = lines(results, &backend, "sq", |row| row["gflops"].as_f64());
+            let roof = roof(results, &backend);
             if !roof.is_empty() {
                 series.push(Series {
                     name: "measured ceiling".into(),
@@ -98,12 +108,7 @@ pub(super) fn speed(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
                 y_label: |x| ui::significant(Some(x)),
             }
         })
-        .collect();
-    Ok(Timed {
-        command,
-        results,
-        charts,
-    })
+        .collect()
 }
 
 pub(super) fn heads(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
@@ -226,4 +231,43 @@ pub(super) fn traffic(args: &ReportArgs, plan: &Plan, lanes: &[Lane]) -> Result<
         report,
         charts,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A row of `bench`, on a backend whose ceiling at `n` is `ceiling`, if that was measured.
+    fn row(backend: &str, algorithm: &str, n: u64, gflops: f64, ceiling: Option<f64>) -> Value {
+        json!({
+            "backend": backend, "algorithm": algorithm, "isa": null, "shape": {"sq": n, "hq": 8},
+            "median_ms": 1.0, "gflops": gflops, "ceiling_share": ceiling.map(|c| gflops / c),
+        })
+    }
+
+    /// The roof is what `bench` measured, on whatever backend it did.
+    #[test]
+    fn a_backend_has_a_roof_where_its_ceilings_were_measured() {
+        let results = [
+            row("cuda:0", "standard", 128, 40.0, Some(500.0)),
+            row("cuda:0", "fa2", 128, 125.0, Some(500.0)),
+            row("cuda:0", "standard", 256, 60.0, Some(800.0)),
+            row("cuda:0", "fa2", 256, 400.0, Some(800.0)),
+            row("cpu", "fa2", 128, 50.0, None),
+        ];
+        let charts = speed_charts(&results);
+        let [gpu, cpu] = &charts[..] else {
+            panic!("{charts:?}")
+        };
+        assert_eq!(gpu.title, "cuda:0: speed over N");
+        let names: Vec<&str> = gpu.series.iter().map(|s| s.name.as_str()).collect();
+        assert_eq!(names, ["standard", "fa2", "measured ceiling"]);
+        assert_eq!(gpu.series[1].points, [(128.0, 125.0), (256.0, 400.0)]);
+        let roof = &gpu.series[2];
+        assert!(roof.dashed);
+        assert_eq!(roof.points, [(128.0, 500.0), (256.0, 800.0)]);
+        assert_eq!(cpu.series.len(), 1);
+    }
 }

@@ -50,10 +50,11 @@ pub(crate) struct ReportArgs {
     #[arg(
         long,
         value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..),
         default_value_t = 4096,
         help_heading = "Measurement"
     )]
-    max_n: usize,
+    max_n: u32,
 
     /// Skip what would need more memory than this besides inputs and outputs
     #[arg(long, value_name = "SIZE", default_value = "4GiB", value_parser = ui::parse_bytes, help_heading = "Measurement")]
@@ -83,17 +84,14 @@ struct Plan {
 
 impl Plan {
     fn new(args: &ReportArgs) -> Plan {
+        let max_n = args.max_n as usize;
         let (first, last) = if args.quick {
-            (64, args.max_n.min(256))
+            (64.min(max_n), max_n.min(256))
         } else {
-            (128, args.max_n)
+            (128.min(max_n), max_n)
         };
-        let mut lengths = Vec::new();
-        let mut n = first;
-        while n <= last.max(first) {
-            lengths.push(n);
-            n *= 2;
-        }
+        let lengths = std::iter::successors(Some(first), |n| n.checked_mul(2));
+        let lengths = lengths.take_while(|&n| n <= last).collect();
         Plan {
             lengths,
             heads: if args.quick { 2 } else { 8 },
@@ -104,9 +102,9 @@ impl Plan {
                 vec![1, 2, 4, 8, 16, 32]
             },
             heads_length: if args.quick {
-                128
+                max_n.min(128)
             } else {
-                args.max_n.min(1024)
+                max_n.min(1024)
             },
             repeat: args.quick.then_some(2),
         }

@@ -102,9 +102,13 @@ fn head(page: &mut String, content: &Content<'_>) {
     );
 }
 
-/// A table: header, then rows of cells that are HTML already.
+/// A table of figures, which may be wider than the page: header, then rows of cells that are HTML already.
 fn table(page: &mut String, header: &[String], rows: &[Vec<String>]) {
-    page.push_str("<div class=\"wide\"><table><thead><tr>");
+    table_in("wide", page, header, rows);
+}
+
+fn table_in(class: &str, page: &mut String, header: &[String], rows: &[Vec<String>]) {
+    let _ = write!(page, "<div class=\"{class}\"><table><thead><tr>");
     for cell in header {
         let _ = write!(page, "<th>{}</th>", escape(cell));
     }
@@ -155,15 +159,13 @@ fn correctness(page: &mut String, grid: &Grid) {
             cells.any(|cell| !matches!(cell, Cell::Skipped(_)))
         })
         .collect();
-    let mut header = words(&["problem", "type", "sizes"]);
+    let mut header = words(&["problem", "type"]);
     header.extend(ran.iter().map(|&at| grid.lanes[at].clone()));
+    // Last, where a phone cuts the table off: what was found comes first.
+    header.push("sizes".into());
     let mut rows = Vec::new();
     for row in &grid.rows {
-        let mut cells = vec![
-            escape(row.name),
-            row.dtype.to_string(),
-            escape(&row.problem),
-        ];
+        let mut cells = vec![escape(row.name), row.dtype.to_string()];
         for (at, cell) in row.cells.iter().enumerate() {
             let said = match cell {
                 Cell::Judged { share, pass: true } => {
@@ -188,6 +190,7 @@ fn correctness(page: &mut String, grid: &Grid) {
                 cells.push(said);
             }
         }
+        cells.push(escape(&row.problem));
         rows.push(cells);
     }
     if ran.is_empty() {
@@ -210,63 +213,89 @@ fn text(value: &Value) -> String {
     escape(value.as_str().unwrap_or("-"))
 }
 
-/// Rows of timings; what did not run is said below, once.
-fn timings(page: &mut String, timed: &Timed, ceilings: bool) {
-    let mut header = words(&[
-        "shape",
-        "backend",
-        "algorithm",
-        "isa",
-        "median ms",
-        "spread",
-        "GFLOP/s",
-    ]);
+/// The axis of the shape that a table of timings runs over: its heading, and its name in the results.
+#[derive(Clone, Copy)]
+struct Axis(&'static str, &'static str);
+
+/// Rows of timings; what they have in common is said above them, and below what did not run.
+fn timings(page: &mut String, timed: &Timed, axis: Axis, ceilings: bool) {
+    let ran = || {
+        let rows = timed.results.iter();
+        rows.filter(|row| row["median_ms"].is_number())
+    };
+    let one = |name: &str| {
+        let mut values: Vec<String> = ran().map(|row| text(&row[name])).collect();
+        values.dedup();
+        (values.len() == 1).then(|| values.remove(0))
+    };
+    // A column of the same word would push the figures off a narrow page.
+    let shared = [("backend", one("backend")), ("isa", one("isa"))];
+    let mut header = words(&[axis.0]);
+    header.extend(
+        shared
+            .iter()
+            .filter(|(_, one)| one.is_none())
+            .map(|(name, _)| (*name).to_string()),
+    );
+    header.extend(words(&["algorithm", "median ms", "GFLOP/s"]));
     if ceilings {
         header.extend(words(&["of ceiling", "bound"]));
     }
+    header.extend(words(&["spread"]));
+    let percent = |value: &Value| {
+        let share = value.as_f64();
+        share.map_or("-".into(), |share| format!("{:.0}%", 100.0 * share))
+    };
     let mut rows = Vec::new();
-    let mut skipped: Vec<String> = Vec::new();
-    for row in &timed.results {
-        let shape = text(&row["shape"]["text"]);
-        if !row["median_ms"].is_number() {
-            if let Some(reason) = row["reason"].as_str() {
-                let (backend, algorithm) = (text(&row["backend"]), text(&row["algorithm"]));
-                skipped.push(if reason.contains("memory") {
-                    format!("{shape} {backend} {algorithm}: {}", escape(reason))
-                } else {
-                    format!("{backend}: {}", escape(reason))
-                });
-            }
-            continue;
-        }
-        let percent = |value: &Value| {
-            value
-                .as_f64()
-                .map_or("-".into(), |share| format!("{:.0}%", 100.0 * share))
-        };
-        let mut cells = vec![
-            shape,
-            text(&row["backend"]),
+    for row in ran() {
+        let mut cells = vec![row["shape"][axis.1].to_string()];
+        let own = shared.iter().filter(|(_, one)| one.is_none());
+        cells.extend(own.map(|(name, _)| text(&row[*name])));
+        cells.extend([
             text(&row["algorithm"]),
-            text(&row["isa"]),
             number(&row["median_ms"]),
-            percent(&row["spread"]),
             number(&row["gflops"]),
-        ];
+        ]);
         if ceilings {
             cells.extend([percent(&row["ceiling_share"]), text(&row["ceiling"])]);
         }
+        cells.push(percent(&row["spread"]));
         rows.push(cells);
+    }
+    let said: Vec<String> = shared.into_iter().filter_map(|(_, one)| one).collect();
+    if !said.is_empty() {
+        let _ = writeln!(page, "<p class=\"faint\">All on {}.</p>", said.join(", "));
     }
     table(page, &header, &rows);
     if let Some(doubt) = doubt(&timed.results) {
         let _ = writeln!(page, "<p>{doubt}</p>");
     }
-    skipped.dedup();
-    for line in skipped {
-        let _ = writeln!(page, "<p class=\"faint\">{line}</p>");
+    for line in not_timed(&timed.results) {
+        let _ = writeln!(page, "<p class=\"faint\">{}</p>", escape(&line));
     }
     made_by(page, &timed.command);
+}
+
+/// What did not run, and why: of a backend that is not here once, of too little memory for each shape.
+fn not_timed(results: &[Value]) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for row in results.iter().filter(|row| !row["median_ms"].is_number()) {
+        let word = |value: &Value| value.as_str().unwrap_or("-").to_string();
+        let Some(reason) = row["reason"].as_str() else {
+            continue;
+        };
+        let (backend, algorithm) = (word(&row["backend"]), word(&row["algorithm"]));
+        let line = if reason.contains("memory") {
+            let shape = word(&row["shape"]["text"]);
+            format!("{shape} {backend} {algorithm}: {reason}")
+        } else {
+            format!("{backend}: {reason}")
+        };
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    lines
 }
 
 /// What the timings themselves say against being believed.
@@ -302,7 +331,7 @@ fn speed(page: &mut String, content: &Content<'_>) -> Result<()> {
         content.dtype
     );
     charts(page, &content.speed.charts)?;
-    timings(page, content.speed, true);
+    timings(page, content.speed, Axis("N", "sq"), true);
     Ok(())
 }
 
@@ -339,7 +368,7 @@ fn heads(page: &mut String, content: &Content<'_>) -> Result<()> {
          multiprocessors some stand idle. FA2 cuts each head into blocks of rows, which are independent.</p>\n",
     );
     charts(page, &content.heads.charts)?;
-    timings(page, content.heads, false);
+    timings(page, content.heads, Axis("heads", "hq"), false);
     Ok(())
 }
 
@@ -397,7 +426,7 @@ fn traffic(page: &mut String, traffic: &Traffic) -> Result<()> {
         .flatten()
         .map(|row| vec![text(&row["what"]), text(&row["fa1"]), text(&row["fa2"])])
         .collect();
-    table(page, &words(&["", "fa1", "fa2"]), &rows);
+    table_in("wide words", page, &words(&["", "fa1", "fa2"]), &rows);
     made_by(page, &traffic.command);
     Ok(())
 }
