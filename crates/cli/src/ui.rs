@@ -26,10 +26,36 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr(), "note: {text}");
 }
 
-/// Whether stdout takes colours: a terminal, and <https://no-color.org> not asked for.
+/// Whether stdout takes colours: a terminal that knows them, and <https://no-color.org> not asked for.
 fn colours() -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-    io::stdout().is_terminal() && !refused
+    let dumb = std::env::var_os("TERM").is_some_and(|value| value == "dumb");
+    io::stdout().is_terminal() && !refused && !dumb
+}
+
+/// Columns that text fits into, as terminals have.
+const COLUMNS: usize = 80;
+
+/// `line`, broken at spaces where it is too long for a terminal, what follows `indent` columns in; ended.
+pub(crate) fn wrap(line: &str, indent: usize) -> String {
+    let lead = line.len() - line.trim_start().len();
+    let mut text = " ".repeat(lead);
+    let mut used = lead;
+    for (at, word) in line.trim_start().split(' ').enumerate() {
+        let width = word.chars().count();
+        if at > 0 && used + 1 + width > COLUMNS {
+            text.push('\n');
+            text.push_str(&" ".repeat(indent));
+            used = indent;
+        } else if at > 0 {
+            text.push(' ');
+            used += 1;
+        }
+        text.push_str(word);
+        used += width;
+    }
+    text.push('\n');
+    text
 }
 
 /// Progress over `steps`, on stderr; hidden unless stderr is a terminal.
@@ -138,6 +164,18 @@ pub(crate) fn significant(x: Option<f64>) -> String {
     }
 }
 
+/// A time in the unit in which it has three digits; `-` where there is none.
+pub(crate) fn time(ms: Option<f64>) -> String {
+    let Some(ms) = ms else { return "-".into() };
+    let (in_unit, unit) = match ms {
+        ms if ms < 0.9995e-3 => (ms * 1e6, "ns"),
+        ms if ms < 0.9995 => (ms * 1e3, "µs"),
+        ms if ms < 999.5 => (ms, "ms"),
+        ms => (ms / 1e3, "s"),
+    };
+    format!("{} {unit}", significant(Some(in_unit)))
+}
+
 /// A size in binary units.
 pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -205,6 +243,46 @@ mod tests {
         assert_eq!(bytes(1 << 30), "1 GiB");
         assert_eq!(bytes(1023 << 10), "1023 KiB");
         assert_eq!(bytes(14_900_000), "14.2 MiB");
+    }
+
+    #[test]
+    fn long_lines_are_broken_at_spaces() {
+        assert_eq!(wrap("  short", 4), "  short\n");
+        let long = format!("  {}", ["words", "and", "µ"].repeat(12).join(" "));
+        let text = wrap(&long, 4);
+        assert!(text.lines().count() > 1);
+        assert!(text.lines().all(|line| line.chars().count() <= 80));
+        assert!(
+            text.lines()
+                .skip(1)
+                .all(|line| line.starts_with("    ") && !line.starts_with("     "))
+        );
+        let words = |text: &str| {
+            text.split_whitespace()
+                .map(String::from)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(words(&text), words(&long));
+        // A word that fits nowhere stands alone.
+        assert_eq!(wrap(&format!("a {}", "b".repeat(90)), 2).lines().count(), 2);
+    }
+
+    #[test]
+    fn times_have_three_digits() {
+        for (ms, text) in [
+            (0.0, "0.000 ns"),
+            (5.9e-5, "59.0 ns"),
+            (8.6e-4, "860 ns"),
+            (0.9996e-3, "1.00 µs"),
+            (0.0227, "22.7 µs"),
+            (0.9996, "1.00 ms"),
+            (110.0, "110 ms"),
+            (999.7, "1.00 s"),
+            (4.5e6, "4500 s"),
+        ] {
+            assert_eq!(time(Some(ms)), text);
+        }
+        assert_eq!(time(None), "-");
     }
 
     #[test]

@@ -36,16 +36,39 @@ fn the_whole_output() {
         &[&SMALL[..], &["--blocks", "32x48", "--dtype", "bf16"]].concat(),
         0,
     );
-    for line in text.lines() {
-        assert!(line.chars().count() <= 100, "{line}");
-    }
+    assert_narrow(&text);
     insta::assert_snapshot!(text);
+}
+
+/// Every line fits a terminal of 80 columns.
+fn assert_narrow(text: &str) {
+    for line in text.lines() {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+}
+
+#[test]
+fn the_output_fits_a_terminal() {
+    for args in [
+        &["io"][..],
+        &["io", "--backward"],
+        &["io", REAL, "--chip", "h100"],
+    ] {
+        assert_narrow(&stdout(args, 0));
+    }
+    assert_narrow(&stdout(&[&SMALL[..], &["--measure"]].concat(), 0));
+    let text = stdout(&["io", "--shape", "sq=64,d=64"], 0);
+    assert_narrow(&text);
+    // An A100's f32 is slower than its memory, whatever the algorithm.
+    assert!(text.contains("here that is the products"), "{text}");
+    assert!(text.contains(" µs"), "{text}");
 }
 
 #[test]
 fn the_whole_output_backward() {
     let args = ["--blocks", "32x48", "--dtype", "bf16", "--backward"];
     let text = stdout(&[&SMALL[..], &args].concat(), 0);
+    assert_narrow(&text);
     insta::assert_snapshot!(text);
 }
 

@@ -34,6 +34,7 @@ pub(super) fn render(report: &Report) -> String {
 
 fn one(text: &mut String, kernel: &Inspected) {
     let _ = writeln!(text, "  {}", kernel.name);
+    let mut said = Vec::new();
     if !kernel.ptx.accesses.is_empty() {
         let mut grid = Grid::new(
             &[
@@ -60,24 +61,21 @@ fn one(text: &mut String, kernel: &Inspected) {
         }
         text.push_str(&grid.render());
         let ptx = &kernel.ptx;
-        let _ = writeln!(
-            text,
-            "    PTX: {} matrix products, {} exponentials; shared memory: {} loads, {} stores; local memory: \
-             {} loads, {} stores",
+        said.push(format!(
+            "PTX: {} matrix products, {} exponentials; shared memory: {} loads, {} stores; local memory: {} \
+             loads, {} stores",
             ptx.matrix,
             ptx.exponentials,
             ptx.shared_loads,
             ptx.shared_stores,
             ptx.local_loads,
             ptx.local_stores
-        );
+        ));
     }
     if let Some(sass) = &kernel.sass {
-        let _ = writeln!(
-            text,
-            "    machine code: {} instructions, {} matrix products, {} exponentials\n    \
-             global: {} loads, {} copies to shared, {} stores; shared: {} loads, {} stores; local: {} loads, \
-             {} stores",
+        said.push(format!(
+            "machine code: {} instructions, {} matrix products, {} exponentials; global: {} loads, {} copies \
+             to shared, {} stores; shared: {} loads, {} stores; local: {} loads, {} stores",
             sass.instructions,
             sass.matrix,
             sass.exponentials,
@@ -88,26 +86,27 @@ fn one(text: &mut String, kernel: &Inspected) {
             sass.shared_stores,
             sass.local_loads,
             sass.local_stores
-        );
+        ));
     }
     if let Some(r) = &kernel.resources {
-        let _ = writeln!(
-            text,
-            "    {} registers, {} threads, {} of shared memory a block; {} bytes of stack, {} + {} spilled",
+        said.push(format!(
+            "{} registers, {} threads, {} of shared memory a block; {} bytes of stack, {} + {} spilled",
             r.registers,
             r.threads,
             ui::bytes(u64::from(r.static_shared + r.dynamic_shared)),
             r.stack,
             r.spill_stores,
             r.spill_loads
-        );
+        ));
     }
     if let Some(o) = &kernel.occupancy {
-        let _ = writeln!(
-            text,
-            "    occupancy: {} blocks a multiprocessor, {} of {} warps, bounded by {}",
+        said.push(format!(
+            "occupancy: blocks a multiprocessor {}, warps {} of {}, bounded by {}",
             o.blocks, o.warps, o.most_warps, o.bound
-        );
+        ));
+    }
+    for line in said {
+        text.push_str(&ui::wrap(&format!("    {line}"), 6));
     }
 }
 

@@ -30,8 +30,8 @@ impl Chip {
     /// Fast memory of this size, and nothing else known.
     pub(crate) fn of_size(bytes: usize) -> Chip {
         Chip {
-            name: "given".into(),
-            what: "fast memory as given".into(),
+            name: "--memory".into(),
+            what: "fast memory".into(),
             fast_bytes: bytes,
             bandwidth: None,
             flops: None,

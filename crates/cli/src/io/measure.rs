@@ -27,6 +27,9 @@ pub(super) struct Measured {
     pub(super) algorithm: &'static str,
     /// What counted, or why nothing did.
     pub(super) how: String,
+    /// Whether the backend is not here at all: then this is said once, not for each algorithm.
+    #[serde(skip)]
+    pub(super) absent: bool,
     pub(super) bytes_read: Option<u64>,
     pub(super) bytes_written: Option<u64>,
     pub(super) l2_bytes_read: Option<u64>,
@@ -56,7 +59,11 @@ fn pair(read: f64, written: f64) -> String {
 
 impl Measured {
     pub(super) fn text(&self) -> String {
-        let mut text = format!("  {} {}: {}\n", self.backend, self.algorithm, self.how);
+        if self.absent {
+            return ui::wrap(&format!("  {}: {}", self.backend, self.how), 4);
+        }
+        let said = format!("  {} {}: {}", self.backend, self.algorithm, self.how);
+        let mut text = ui::wrap(&said, 4);
         let mut grid = Grid::new(&["", "device memory", "L2"], 1);
         for kernel in &self.kernels {
             grid.row(&[
@@ -73,8 +80,7 @@ impl Measured {
             }
         }
         let (read, written) = (self.formula_bytes_read, self.formula_bytes_written);
-        let _ = writeln!(
-            text,
+        let formula = format!(
             "    by formula {} MiB, in tiles of {} × {}{}",
             pair(read as f64, written as f64),
             self.tile_rows,
@@ -84,6 +90,7 @@ impl Measured {
                 false => ", chosen for its fast memory",
             }
         );
+        text.push_str(&ui::wrap(&formula, 6));
         for (what, read, written) in [
             ("slow memory", self.bytes_read, self.bytes_written),
             ("L2", self.l2_bytes_read, self.l2_bytes_written),
@@ -103,7 +110,7 @@ impl Measured {
                 None => writeln!(text, " and writes"),
             };
         }
-        let _ = writeln!(text, "    {}", self.note);
+        text.push_str(&ui::wrap(&format!("    {}", self.note), 6));
         text
     }
 }
@@ -124,7 +131,7 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
         for algorithm in Algorithm::ALL {
             let chip = match known.kind {
                 BackendKind::Cpu => Chip::cpu(),
-                _ => args.chip()?,
+                _ => args.chip(problem)?,
             };
             let own = match args.pass() {
                 Pass::Forward => (known.status.as_ref().ok())
@@ -140,6 +147,7 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
                 backend: name.clone(),
                 algorithm: algorithm.name(),
                 how: String::new(),
+                absent: known.status.is_err(),
                 bytes_read: None,
                 bytes_written: None,
                 l2_bytes_read: None,
@@ -162,10 +170,8 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
                 (Ok(_), BackendKind::Cpu) => cpu(args.pass(), problem, algorithm, &mut one)?,
                 (Ok(_), _) => gpu(args.pass(), &name, algorithm, &mut one)?,
             }
-            let absent = known.status.is_err();
             measured.push(one);
-            // One line for a backend that is not here, not one for each of its algorithms.
-            if absent {
+            if known.status.is_err() {
                 break;
             }
         }
@@ -286,43 +292,53 @@ fn profile(
     one.bytes_written = sum(|k| k.dram_written);
     one.l2_bytes_read = sum(|k| k.l2_read);
     one.l2_bytes_written = sum(|k| k.l2_written);
-    one.note = why(algorithm, one);
+    one.note = why(pass, algorithm, one);
     one.kernels = kernels;
     Ok(())
 }
 
-/// Why the counters and the formula differ.
-fn why(algorithm: Algorithm, one: &Measured) -> String {
+/// Why the counters and the formula differ: what the kernels do otherwise is known, what caches did is not
+/// counted and said with that reserve.
+fn why(pass: Pass, algorithm: Algorithm, one: &Measured) -> String {
     let all = |read: Option<u64>, written: Option<u64>| {
         read.unwrap_or(0) as f64 + written.unwrap_or(0) as f64
     };
     let formula = (one.formula_bytes as f64).max(1.0);
     let memory = all(one.bytes_read, one.bytes_written) / formula;
     let mut reasons = vec![if memory < 1.0 {
-        "device memory sees less than the formula, which has no cache: L2 brings what many blocks read \
-         from there once, and what is still in it when a kernel ends is written later"
+        "device memory sees less than the formula, which has no cache: what many blocks read can come from \
+         L2, and what is still in L2 when a kernel ends is written later"
     } else {
-        "device memory sees more than the formula: tiles that travel fell out of L2 between two visits, \
-         and memory moves in whole sectors"
+        "device memory sees more than the formula: memory moves in whole sectors, and what L2 drops is \
+         brought again"
     }];
-    match algorithm.resolve() {
-        Algorithm::Standard => reasons.push(
+    reasons.push(match (pass, algorithm.resolve()) {
+        (Pass::Forward, Algorithm::Standard) => {
             "the kernels keep S in f32 and P in the inputs' type, where the formula has f32 for both, and \
-             walk P v and the softmax in other tiles than S",
-        ),
-        Algorithm::Fa1 => reasons.push(
-            "O, l and m travel between the multiprocessor and L2, which is the formula's traffic",
-        ),
-        _ => reasons.push("K and V travel from L2, once a block of rows, which is the formula's traffic"),
-    }
+             walk P v and the softmax in other tiles than S"
+        }
+        (Pass::Forward, Algorithm::Fa1) => {
+            "O, l and m travel between the multiprocessor and L2, which is the formula's traffic"
+        }
+        (Pass::Forward, _) => {
+            "K and V travel from L2, once a block of rows, which is the formula's traffic"
+        }
+        (Pass::Backward, Algorithm::Standard) => "the kernels walk other tiles than the formula",
+        (Pass::Backward, Algorithm::Fa1) => {
+            "the kernels walk other tiles than the formula and make m and l in a pass of their own"
+        }
+        (Pass::Backward, _) => {
+            "the kernels walk other tiles than the formula, and dQ is made by a kernel of its own, which \
+             reads q, k, v and dout again, where the formula adds to it in memory"
+        }
+    });
     let of =
         |bytes: Option<u64>, formula: u128| bytes.unwrap_or(0) as f64 / (formula as f64).max(1.0);
     let reads = of(one.l2_bytes_read, one.formula_bytes_read);
     if reads > 1.1 && of(one.l2_bytes_written, one.formula_bytes_written) < reads {
         reasons.push(
-            "reads of L2 beyond the formula: where L2 has two halves (A100, H100, H200), what a \
-             multiprocessor reads of the far one passes through both and is counted in both, up to half as \
-             much again; writes go to where they belong and are counted once",
+            "L2 counts more reads than the formula has, and the counters do not say why; L2 of an A100, H100 \
+             or H200 has two halves, and reads that pass through both may be counted twice",
         );
     }
     reasons.join("; ")
@@ -416,11 +432,35 @@ mod tests {
 
     use super::*;
 
+    /// What no counter says is not stated, and the backward pass is explained by what travels there.
+    #[test]
+    fn the_note_says_what_is_known() {
+        let mut one = nothing();
+        one.bytes_read = Some(1 << 18);
+        one.l2_bytes_read = Some(1 << 20);
+        one.l2_bytes_written = Some(1 << 19);
+        let note = why(Pass::Forward, Algorithm::Fa2, &one);
+        for part in [
+            "less than the formula",
+            "K and V travel",
+            "the counters do not say why",
+            "may be counted twice",
+        ] {
+            assert!(note.contains(part), "{part}: {note}");
+        }
+        let back = why(Pass::Backward, Algorithm::Fa2, &one);
+        assert!(back.contains("a kernel of its own") && !back.contains("K and V travel"));
+        one.l2_bytes_read = Some(1 << 19);
+        let level = why(Pass::Forward, Algorithm::Fa1, &one);
+        assert!(!level.contains("twice") && level.contains("O, l and m travel"));
+    }
+
     fn nothing() -> Measured {
         Measured {
             backend: "cuda:0".into(),
             algorithm: "fa2",
             how: String::new(),
+            absent: false,
             bytes_read: None,
             bytes_written: None,
             l2_bytes_read: None,

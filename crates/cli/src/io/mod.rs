@@ -39,11 +39,12 @@ use pass::Pass;
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "\
 Examples:
-  tilewise io                                                  # 8 heads of 1024 × 64 on an A100
+  tilewise io                          # 8 heads of 1024 × 64 on an A100
   tilewise io --shape 1,32,8,2048,2048,128,causal --dtype bf16 --chip h100
-  tilewise io --shape sq=1000,d=64 --blocks 64x64              # equal tiles: 3 to 2
-  tilewise io --backward                                       # the gradients' pass
-  tilewise io testdata/minilm_layer5_s196.safetensors --chip cpu --svg traffic.svg")]
+  tilewise io --shape sq=2048,d=64 --blocks 64x64     # equal tiles: 3 to 2
+  tilewise io --backward               # the gradients' pass
+  tilewise io testdata/minilm_layer5_s196.safetensors --chip cpu
+  tilewise io --svg traffic.svg        # the plot over N as a file")]
 pub(crate) struct IoArgs {
     /// Input files, as `compare` takes them, in place of --shape
     #[arg(value_name = "INPUT", conflicts_with = "shape")]
@@ -106,7 +107,7 @@ pub(crate) struct IoArgs {
     json: bool,
 
     /// Run one algorithm on one backend once: what `--measure` starts under a profiler
-    #[arg(long, hide = true, value_name = "BACKEND:ALGORITHM")]
+    #[arg(long, hide = true, value_name = "BACKEND/ALGORITHM")]
     worker: Option<String>,
 }
 
@@ -133,11 +134,22 @@ impl IoArgs {
         }
     }
 
-    fn chip(&self) -> Result<Chip> {
+    /// The chip, with what is said of it put over it, on which `problem` is to run.
+    fn chip(&self, problem: &Problem) -> Result<Chip> {
         let mut chip = match self.memory {
             Some(bytes) => Chip::of_size(usize::try_from(bytes).context("--memory")?),
             None => self.chip.clone(),
         };
+        let dims = problem.dims();
+        let widest = dims.head_dim.max(dims.head_dim_v);
+        let least = widest.saturating_mul(4 * problem.dtype().size());
+        if self.memory.is_some() && chip.fast_bytes < least {
+            bail!(
+                "--memory: expected room for a row each of q, k, v and O, {}, got {}",
+                ui::bytes(least as u64),
+                ui::bytes(chip.fast_bytes as u64)
+            );
+        }
         if let Some(gbps) = self.bandwidth {
             chip.bandwidth = Some(gbps * 1e9);
         }

@@ -194,7 +194,7 @@ impl Report {
         modifiers: Modifiers,
         source: &Source<'_>,
     ) -> Result<Report> {
-        let (chip, pass) = (args.chip()?, args.pass());
+        let (chip, pass) = (args.chip(problem)?, args.pass());
         let blocks = Blocks::choose(args, &chip, problem);
         let elements = chip.fast_bytes / problem.dtype().size();
         let mut algorithms = Vec::new();

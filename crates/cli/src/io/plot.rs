@@ -92,7 +92,7 @@ pub(super) fn charts(points: &[Point]) -> Vec<Chart> {
 }
 
 /// Columns of the strip on which a letter stands for each algorithm.
-const STRIP: usize = 26;
+pub(super) const STRIP: usize = 22;
 
 /// A line for each N: S, 1 and 2 on a logarithmic axis of bytes; `*` where two fall together.
 pub(super) fn strips(points: &[Point]) -> Vec<(String, String)> {

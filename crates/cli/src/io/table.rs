@@ -23,14 +23,13 @@ pub(super) fn render(report: &Report) -> String {
 
 fn head(text: &mut String, report: &Report) {
     let memory = &report.fast_memory;
-    let _ = writeln!(text, "{}", report.inputs.join(" "));
+    text.push_str(&ui::wrap(&report.inputs.join(" "), 2));
     if report.pass == Pass::Backward {
         let _ = writeln!(text, "  the backward pass: dq, dk and dv from dout");
     }
     let _ = writeln!(text, "  {}", report.problem.sizes());
     let _ = writeln!(text, "  {}", report.problem.options());
-    let _ = writeln!(
-        text,
+    let fast = format!(
         "  {}: {} of {}, M = {} numbers of {}",
         memory.chip,
         ui::bytes(memory.bytes as u64),
@@ -38,6 +37,7 @@ fn head(text: &mut String, report: &Report) {
         memory.elements,
         report.problem.dtype
     );
+    text.push_str(&ui::wrap(&fast, 4));
     for traffic in &report.algorithms {
         let _ = writeln!(
             text,
@@ -96,7 +96,7 @@ fn tensors(text: &mut String, report: &Report) {
             "one head" => format!("{}: one head was run and stands for all", traffic.algorithm),
             _ => continue,
         };
-        let _ = writeln!(text, "{said}");
+        text.push_str(&ui::wrap(&said, 2));
     }
     text.push('\n');
 }
@@ -160,11 +160,11 @@ fn totals(text: &mut String, report: &Report) {
     for traffic in &report.algorithms {
         let _ = writeln!(
             text,
-            "  {:9}papers: {}\n           beyond them: {} elements",
-            traffic.algorithm,
-            traffic.paper_term,
-            left_out(traffic)
+            "  {:9}papers: {}",
+            traffic.algorithm, traffic.paper_term
         );
+        let beyond = format!("{:11}beyond them: {} elements", "", left_out(traffic));
+        text.push_str(&ui::wrap(&beyond, 13));
     }
     let size = report.algorithms[0]
         .tensors
@@ -180,14 +180,14 @@ fn totals(text: &mut String, report: &Report) {
     );
     for equal in &report.equal_tiles {
         let ratio = |a: u128, b: u128| 2.0 * a as f64 / (b as f64).max(1.0);
-        let _ = writeln!(
-            text,
+        let said = format!(
             "  both with tiles of {} × {}: fa1 : fa2 = {:.2} : 2 in elements, {:.2} : 2 in bytes",
             equal.rows,
             equal.keys,
             ratio(equal.fa1_elements, equal.fa2_elements),
             ratio(equal.fa1_bytes, equal.fa2_bytes)
         );
+        text.push_str(&ui::wrap(&said, 4));
     }
     let [_, fa1, fa2] = &report.algorithms[..] else {
         return;
@@ -204,17 +204,17 @@ fn totals(text: &mut String, report: &Report) {
     let _ = writeln!(text, "\narithmetic");
     let backward = report.pass == Pass::Backward;
     let mut header = vec![
-        "algorithm",
-        "\ntiles",
-        "tiles\nskipped",
-        "multiply-\nadds",
-        "\nexp",
+        "\n\nalgorithm",
+        "\n\ntiles",
+        "\ntiles\nskipped",
+        "\nmultiply-\nadds",
+        "\n\nexp",
     ];
     header.extend(match report.pass {
-        Pass::Forward => &["rescale\nO", "\ndivide"][..],
-        Pass::Backward => &["\ndivide", "elements\nof dS", "terms\nof Δ"],
+        Pass::Forward => &["\nrescale\nO", "\n\ndivide"][..],
+        Pass::Backward => &["\n\ndivide", "\nelements\nof dS", "\nterms\nof Δ"],
     });
-    header.push("others a 1000\nmultiply-adds");
+    header.push("others\na 1000\nmul-adds");
     let mut grid = Grid::new(&header, 1);
     for traffic in &report.algorithms {
         let work = traffic.work;
@@ -261,11 +261,11 @@ fn totals(text: &mut String, report: &Report) {
                 let _ = write!(listed, ", {} {name}", a_tile(count));
             }
         }
-        let _ = writeln!(
-            text,
+        let said = format!(
             "  {:9}a tile on average: {} products, {listed}",
             traffic.algorithm, report.products_a_tile
         );
+        text.push_str(&ui::wrap(&said, 11));
     }
     text.push('\n');
 }
@@ -286,20 +286,21 @@ fn left_out(traffic: &Traffic) -> String {
 }
 
 fn over_n(text: &mut String, report: &Report) {
+    let timed = report.over_n.iter().any(|p| p.predicted_ms[0].is_some());
     let _ = writeln!(
         text,
-        "over N (seqlen_q = seqlen_k): bytes moved, and their place on a logarithmic axis"
+        "over N (seqlen_q = seqlen_k): bytes moved, also on a logarithmic axis{}",
+        if timed { "; time" } else { "" }
     );
-    let timed = report.over_n.iter().any(|p| p.predicted_ms[0].is_some());
     let header = [
         "N",
         "standard",
         "fa1",
         "fa2",
         "S standard, 1 fa1, 2 fa2",
-        "standard\nµs",
-        "fa1\nµs",
-        "fa2\nµs",
+        "standard",
+        "fa1",
+        "fa2",
     ];
     let shown = if timed { 8 } else { 5 };
     let mut grid = Grid::new(&header[..shown], 1);
@@ -308,19 +309,23 @@ fn over_n(text: &mut String, report: &Report) {
         let mut cells = vec![plain(n)];
         cells.extend(point.bytes.map(|bytes| plain(size(bytes))));
         // Padded here, since columns after the first are set right.
-        cells.push(plain(format!("|{strip:26}|")));
-        cells.extend(point.predicted_ms.map(|ms| plain(micro(ms))));
+        cells.push(plain(format!("|{strip:width$}|", width = plot::STRIP)));
+        cells.extend(point.predicted_ms.map(|ms| plain(ui::time(ms))));
         cells.truncate(shown);
         grid.row(&cells);
     }
     text.push_str(&grid.render());
     if timed {
-        let _ = writeln!(
-            text,
-            "  µs: the larger of the bytes at {} GB/s and the products at {} GFLOP/s",
+        let said = format!(
+            "  time: the longer of the bytes at {} GB/s and the products at {} GFLOP/s{}",
             significant(report.fast_memory.bandwidth_gbps),
-            significant(report.fast_memory.product_gflops)
+            significant(report.fast_memory.product_gflops),
+            match products_decide(report) {
+                true => "; here that is the products, which are the same for all",
+                false => "",
+            }
         );
+        text.push_str(&ui::wrap(&said, 4));
     } else {
         let _ = writeln!(
             text,
@@ -328,6 +333,17 @@ fn over_n(text: &mut String, report: &Report) {
         );
     }
     text.push('\n');
+}
+
+/// Whether the products take longer than the bytes of every algorithm, at every N.
+fn products_decide(report: &Report) -> bool {
+    let mut points = report.over_n.iter();
+    points.all(|point| {
+        point
+            .predicted_ms
+            .iter()
+            .all(|&ms| ms == point.predicted_ms[0])
+    })
 }
 
 fn comparison(text: &mut String, report: &Report) {
