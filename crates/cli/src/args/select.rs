@@ -217,3 +217,23 @@ pub(crate) fn pool(threads: Option<NonZeroUsize>) -> Result<rayon::ThreadPool> {
         .build()
         .context("cannot start threads")
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::FromArgMatches;
+
+    use super::*;
+
+    #[test]
+    fn a_bound_on_device_memory_reaches_the_backend() {
+        for (args, expected) in [
+            (vec![], None),
+            (vec!["--device-memory", "2MiB"], Some(2 << 20)),
+        ] {
+            let command = DeviceArgs::augment_args(clap::Command::new("x").no_binary_name(true));
+            let matches = command.try_get_matches_from(args).unwrap();
+            let device = DeviceArgs::from_arg_matches(&matches).unwrap();
+            assert_eq!(device.settings(), Settings::new().device_memory(expected));
+        }
+    }
+}
