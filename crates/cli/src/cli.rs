@@ -14,7 +14,16 @@ use crate::{inspect, kernels};
 
 /// Exact attention, one tile at a time, on whichever processor is there
 #[derive(Debug, Parser)]
-#[command(name = "tilewise", version, max_term_width = 100)]
+#[command(
+    name = "tilewise",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Exit status: 0 if all that was compared agrees, 1 if something differs, 2 on an error.
+
+New to FlashAttention? docs/ALGORITHMS.md goes step by step, from
+  tilewise trace --softmax 1,3,2"
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -18,8 +18,8 @@ use crate::{random, ui};
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "\
 Examples:
-  tilewise generate --shape 1,8,8,4096,4096,128 --dtype bf16 -o long.safetensors
-  tilewise generate --shape b=1,hq=8,hkv=2,sq=190,d=64 --packed 37,128,25 -o packed.safetensors")]
+  tilewise generate --shape 1,8,8,4096,4096,128 --dtype bf16 -o x.safetensors
+  tilewise generate --shape hq=8,sq=60,d=64 --packed 37,23 -o p.safetensors")]
 pub(crate) struct GenerateArgs {
     /// b,hq,hkv,sq,sk,d[,dv]: batch, query heads, key and value heads, queries, keys, head_dim, head_dim of v
     #[arg(long, value_parser = shapes::parse_one)]

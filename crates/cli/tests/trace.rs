@@ -222,7 +222,7 @@ fn a_traced_head_is_that_head_of_the_whole() {
             if output.status.code() == Some(2) {
                 let stderr = String::from_utf8(output.stderr).unwrap();
                 assert!(
-                    batch == "1" && stderr.contains("--batch 1: there are 1"),
+                    batch == "1" && stderr.contains("sequence of 0..1, got 1"),
                     "{name}: {stderr}"
                 );
                 continue;
@@ -277,10 +277,10 @@ fn wrong_arguments_are_named() {
     for (args, part) in [
         (
             &["trace", REAL, "--head", "12"][..],
-            "--head 12: there are 12",
+            "--head: expected a head of 0..12, got 12",
         ),
-        (&["trace", REAL, "--batch", "1"], "--batch 1: there are 1"),
-        (&["trace", "--rows", "0..5"], "--rows 0..5: there are 4"),
+        (&["trace", REAL, "--batch", "1"], "of 0..1, got 1"),
+        (&["trace", "--rows", "0..5"], "rows of 0..4, got 0..5"),
         (
             &["trace", "--q", "1,2", "--k", "1", "--v", "1"],
             "head_dim 2 as q has",

@@ -6,7 +6,7 @@
 use std::ffi::{c_char, c_int, c_uint};
 use std::sync::OnceLock;
 
-use crate::nvrtc::{self, Nvrtc};
+use crate::nvrtc::Nvrtc;
 
 /// The least driver that the bindings in use can be trusted with, as `cuDriverGetVersion` counts.
 pub const LEAST_DRIVER: i32 = 12_000;
@@ -240,7 +240,10 @@ pub fn report() -> Vec<String> {
     }
     lines.push(match &probe.nvrtc {
         Ok(found) => format!("compiler: {found}"),
-        Err(reason) => format!("{reason}; kernels must be built ahead ({})", nvrtc::SETTING),
+        Err(reason) => format!(
+            "{reason}; without it, kernels must be built ahead ({})",
+            crate::cache::KERNELS_SETTING
+        ),
     });
     lines
 }

@@ -315,7 +315,14 @@ fn render(report: &Report) -> String {
     let mut notes = report.notes.clone();
     for row in &report.results {
         if let Some(reason) = &row.reason {
-            let note = format!("{} {} {}: {reason}", row.backend, row.algorithm, row.status);
+            // A backend that is not here skips all its algorithms for one reason: said once.
+            let own = |other: &&Row| other.backend == row.backend;
+            let mut rows = report.results.iter().filter(own);
+            let name = match rows.all(|other| other.reason == row.reason) {
+                true => row.backend.clone(),
+                false => format!("{} {}", row.backend, row.algorithm),
+            };
+            let note = format!("{name} {}: {reason}", row.status);
             if !notes.contains(&note) {
                 notes.push(note);
             }

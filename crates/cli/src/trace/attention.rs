@@ -220,6 +220,12 @@ fn sizes(args: &TraceArgs, problem: &Problem) -> Result<BlockSizes> {
     let by_default = |n: usize| n.div_ceil(BLOCKS).max(2);
     let (rows, keys) = match args.on_chip {
         Some(elements) => {
+            let least = dims.head_dim.max(dims.head_dim_v).saturating_mul(4);
+            if elements < least {
+                bail!(
+                    "--on-chip: expected room for a row each of q, k, v and O, {least} numbers, got {elements}"
+                );
+            }
             let sizes = fa1_block_sizes(elements, dims.head_dim);
             (sizes.rows(), sizes.keys())
         }
@@ -235,7 +241,11 @@ fn sizes(args: &TraceArgs, problem: &Problem) -> Result<BlockSizes> {
 fn rows(args: &TraceArgs, sizes: BlockSizes, seqlen_q: usize) -> Result<Rows> {
     match &args.rows {
         Some(rows) if rows.end <= seqlen_q => Ok(Rows::These(rows.clone())),
-        Some(rows) => bail!("--rows {}..{}: there are {seqlen_q}", rows.start, rows.end),
+        Some(rows) => bail!(
+            "--rows: expected rows of 0..{seqlen_q}, got {}..{}",
+            rows.start,
+            rows.end
+        ),
         None if sizes.rows() <= 4 => Ok(Rows::FirstOfBlock(4)),
         None => Ok(Rows::FirstOfBlock(2)),
     }

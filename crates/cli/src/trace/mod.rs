@@ -12,7 +12,6 @@ mod softmax;
 mod tests;
 mod text;
 
-use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -38,17 +37,18 @@ use attention::AttentionTrace;
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "\
 Examples:
-  tilewise trace --softmax 1,3,2                       # safe, online, by blocks
-  tilewise trace                                       # the tiny example
-  tilewise trace --backward                            # its gradients
-  tilewise trace --q '1,0;0,1' --k '1,2;3,1;0,1' --v '1,0;0,1;1,1' --block-q 1 --block-k 1
-  tilewise trace testdata/minilm_layer5_s196.safetensors --head 3 --html trace.html")]
+  tilewise trace --softmax 1,3,2         # safe, online, by blocks
+  tilewise trace                         # the tiny example
+  tilewise trace --backward              # its gradients
+  tilewise trace --q '1,0;0,1' --k '1,2;3,1;0,1' --v '1,0;0,1;1,1' --block-k 1
+  tilewise trace testdata/minilm_layer5_s196.safetensors --html trace.html")]
 pub(crate) struct TraceArgs {
     /// Scores of one row, for example 1,3,2: trace their softmax instead of attention
     #[arg(
         long,
         value_name = "NUMBERS",
         value_delimiter = ',',
+        value_parser = parse_score,
         allow_hyphen_values = true,
         conflicts_with_all = ["inputs", "q", "k", "v", "html", "algorithms", "backward"],
         help_heading = "Softmax"
@@ -59,11 +59,12 @@ pub(crate) struct TraceArgs {
     #[arg(
         long,
         value_name = "N",
+        value_parser = parse_size,
         default_value = "2",
         requires = "softmax",
         help_heading = "Softmax"
     )]
-    block: NonZeroUsize,
+    block: usize,
 
     /// Input files, as `compare` takes them
     #[arg(value_name = "INPUT")]
@@ -158,6 +159,12 @@ pub(crate) struct TraceArgs {
     json: bool,
 }
 
+fn parse_score(text: &str) -> Result<f64, String> {
+    text.trim()
+        .parse()
+        .map_err(|_| "expected a number, for example 1.5 or -inf".into())
+}
+
 fn parse_size(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
@@ -192,7 +199,7 @@ const EXAMPLE_DOUT: &str = "1,0; 0,1; 1,-1; -1,2";
 
 pub(crate) fn run(args: &TraceArgs) -> Result<Verdict> {
     if !args.softmax.is_empty() {
-        let trace = softmax::trace(&args.softmax, args.block.get());
+        let trace = softmax::trace(&args.softmax, args.block);
         if args.json {
             ui::print_json(&trace)?;
         } else {

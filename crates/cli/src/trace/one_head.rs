@@ -26,11 +26,18 @@ pub(super) fn cut<'a, T: Element>(
 ) -> Result<(Inputs<'a, T>, Options)> {
     let (dims, sequences) = (problem.dims(), problem.sequences());
     let Some(sequence) = sequences.get(place.batch) else {
-        bail!("--batch {}: there are {}", place.batch, sequences.len());
+        bail!(
+            "--batch: expected a batch entry or sequence of 0..{}, got {}",
+            sequences.len(),
+            place.batch
+        );
     };
     let head = place.head;
     if head >= dims.num_heads {
-        bail!("--head {head}: there are {}", dims.num_heads);
+        bail!(
+            "--head: expected a head of 0..{}, got {head}",
+            dims.num_heads
+        );
     }
     let kv_head = head / dims.group();
     let kv = |view: TensorView<'a, T>| {
