@@ -1,5 +1,7 @@
 //! The backend: [`tilewise_core::Backend`] over the kernels, and its typed form.
 
+use std::sync::Arc;
+
 use tilewise_core::backend::check_outputs;
 use tilewise_core::half::{bf16, f16};
 use tilewise_core::{
@@ -9,6 +11,7 @@ use tilewise_core::{
 };
 
 use crate::backward;
+use crate::buffer::Reserve;
 use crate::call::Call;
 use crate::head::Scoring;
 use crate::isa::Isa;
@@ -27,6 +30,9 @@ use crate::tile::Machinery;
 /// Calls run on the caller's current rayon pool: the global one, or the pool inside whose `install`
 /// the call is made. Results do not depend on the number of threads, bit for bit, nor on the batch a
 /// sequence comes in.
+///
+/// The backend keeps up to 4 MiB a thread of its calls' scratch memory for the next ones; its clones
+/// share it, and it is freed with the last of them.
 ///
 /// ```
 /// use tilewise_core::{Algorithm, Inputs, Options, Problem, TensorView, TensorViewMut};
@@ -51,11 +57,21 @@ use crate::tile::Machinery;
 /// assert!(out.iter().all(|x| (x - 2.0).abs() < 1e-6));
 /// # Ok::<(), tilewise_core::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct CpuBackend {
     isa: Isa,
     caches: Caches,
+    reserve: Arc<Reserve>,
 }
+
+/// Equal if they compute in the same way.
+impl PartialEq for CpuBackend {
+    fn eq(&self, other: &Self) -> bool {
+        (self.isa, self.caches) == (other.isa, other.caches)
+    }
+}
+
+impl Eq for CpuBackend {}
 
 /// Makes a [`CpuBackend`] that differs from the default.
 #[derive(Clone, Debug, Default)]
@@ -87,6 +103,7 @@ impl CpuBackendBuilder {
                 None => Isa::from_env()?,
             },
             caches: self.caches.unwrap_or_else(Caches::detect),
+            reserve: Arc::default(),
         })
     }
 }
@@ -113,6 +130,11 @@ impl CpuBackend {
     /// The caches that tiles are cut for.
     pub fn caches(&self) -> Caches {
         self.caches
+    }
+
+    /// Where calls take packed memory from.
+    pub(crate) fn reserve(&self) -> &Arc<Reserve> {
+        &self.reserve
     }
 
     /// The blockwise mathematics at problem grain: begin, absorb keys in chunks of any size, merge,
@@ -170,6 +192,7 @@ impl CpuBackend {
             inputs,
             outputs: &outputs,
             scoring: Scoring::new(problem, false),
+            reserve: &self.reserve,
         };
         let algorithm = algorithm.resolve();
         match algorithm {
@@ -222,7 +245,10 @@ impl CpuBackend {
         match algorithm.resolve() {
             Algorithm::Standard => standard::workspace_bytes::<T>(&shape, rows, keys),
             Algorithm::Fa1 => fa1::workspace_bytes::<T>(&shape, dims.group(), rows, keys),
-            _ => fa2::workspace_bytes::<T>(&shape, heads, dims.group(), rows, keys),
+            _ => {
+                let sequences = problem.sequences().len();
+                fa2::workspace_bytes::<T>(&shape, sequences, heads, dims.group(), rows, keys)
+            }
         }
     }
 }

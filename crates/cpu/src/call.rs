@@ -1,7 +1,10 @@
 //! One forward call: problem, inputs and outputs together with the machinery, as schedules see them.
 
+use std::sync::Arc;
+
 use tilewise_core::{Element, Inputs, Problem};
 
+use crate::buffer::Reserve;
 use crate::head::{Head, Scoring};
 use crate::output::Outputs;
 use crate::packed::KeySource;
@@ -22,6 +25,7 @@ pub(crate) struct Call<'a, T: Element> {
     pub(crate) inputs: &'a Inputs<'a, T>,
     pub(crate) outputs: &'a Outputs<'a, T>,
     pub(crate) scoring: Scoring<T::Acc>,
+    pub(crate) reserve: &'a Arc<Reserve>,
 }
 
 // SAFETY: the pointers inside lead to inputs (read only) and outputs (rows written once each).

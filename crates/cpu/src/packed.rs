@@ -1,10 +1,11 @@
 //! K and V of one KV head, packed for the microkernel.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use tilewise_core::{Element, Inputs, Result, Sequence};
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Reserve};
 use crate::head::rows_of;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
@@ -132,9 +133,9 @@ impl<T: Element> Packed<T> {
         shape.key_tile.min(keys)
     }
 
-    pub(crate) fn new(shape: &Shape, keys: usize) -> Result<Self> {
+    pub(crate) fn new(shape: &Shape, keys: usize, reserve: &Arc<Reserve>) -> Result<Self> {
         let pairs = match shape.pairs {
-            true => Some(PackedPairs::new(shape, keys)?),
+            true => Some(PackedPairs::new(shape, keys, reserve)?),
             false => None,
         };
         let (k, v) = match shape.pairs {
@@ -142,9 +143,9 @@ impl<T: Element> Packed<T> {
             false => Self::elements(shape, keys),
         };
         Ok(Packed {
-            k: Buffer::unfilled(k, "packed keys")?,
-            v: Buffer::unfilled(v, "packed values")?,
-            careful: Buffer::unfilled(keys.div_ceil(shape.key_tile), "tile flags")?,
+            k: reserve.buffer(k, "packed keys")?,
+            v: reserve.buffer(v, "packed values")?,
+            careful: reserve.buffer(keys.div_ceil(shape.key_tile), "tile flags")?,
             v_rows: Self::v_rows(shape, keys),
             pairs,
         })

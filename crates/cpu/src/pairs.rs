@@ -2,10 +2,11 @@
 //! [`Machinery::absorb`] does where the kernels have them.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use tilewise_core::{Element, Result};
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Reserve};
 use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::pairs::pack::{ODD_KEY, ODD_VALUE};
@@ -49,13 +50,13 @@ impl PackedPairs {
         (k + v) * size_of::<u16>() + keys + keys.div_ceil(shape.key_tile)
     }
 
-    pub(crate) fn new(shape: &Shape, keys: usize) -> Result<Self> {
+    pub(crate) fn new(shape: &Shape, keys: usize, reserve: &Arc<Reserve>) -> Result<Self> {
         let (k, v) = Self::elements(shape, keys);
         Ok(PackedPairs {
-            k: Buffer::unfilled(k, "packed keys")?,
-            v: Buffer::unfilled(v, "packed values")?,
-            odd: Buffer::unfilled(keys, "marks of keys")?,
-            odd_in_tile: Buffer::unfilled(keys.div_ceil(shape.key_tile), "tile flags")?,
+            k: reserve.buffer(k, "packed keys")?,
+            v: reserve.buffer(v, "packed values")?,
+            odd: reserve.buffer(keys, "marks of keys")?,
+            odd_in_tile: reserve.buffer(keys.div_ceil(shape.key_tile), "tile flags")?,
             v_rows: Self::v_rows(shape, keys),
         })
     }
@@ -155,12 +156,12 @@ impl<T: Element> PairScratch<T> {
         q * size_of::<u16>() + rows + MOST_ROWS * s_stride::<T::Acc>() * size_of::<T::Acc>()
     }
 
-    pub(crate) fn new(shape: &Shape, rows: usize) -> Result<Self> {
+    pub(crate) fn new(shape: &Shape, rows: usize, reserve: &Arc<Reserve>) -> Result<Self> {
         let rows = shape.padded(rows);
         let q = shape.head_dim.div_ceil(CHUNK) * Self::chunk(rows);
         Ok(PairScratch {
-            q: Buffer::unfilled(q, "queries of a tile")?,
-            odd: Buffer::unfilled(rows, "marks of queries")?,
+            q: reserve.buffer(q, "queries of a tile")?,
+            odd: reserve.buffer(rows, "marks of queries")?,
             rows,
             strip: Buffer::new(MOST_ROWS * s_stride::<T::Acc>(), "scores of a tile")?,
         })

@@ -171,11 +171,17 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
         inputs.mask = block.mask;
         let scoring = Scoring::new(&state.problem, true);
         let group = dims.group();
-        let packed = Packed::<T>::new(shape, keys)?;
+        let packed = Packed::<T>::new(shape, keys, self.backend.reserve())?;
         let tiles = dims.seqlen_q.div_ceil(shape.q_tile);
         let workers = threads().min(group * tiles);
         let scratches = (0..workers)
-            .map(|_| Scratch::new(shape, dims.seqlen_q.min(shape.q_tile)))
+            .map(|_| {
+                Scratch::new(
+                    shape,
+                    dims.seqlen_q.min(shape.q_tile),
+                    self.backend.reserve(),
+                )
+            })
             .collect::<Result<Vec<Scratch<T>>>>()?;
         let scratches = std::sync::Mutex::new(scratches);
         for sequence in state.problem.sequences() {

@@ -1,10 +1,11 @@
 //! The tile state (m, ℓ, Õ) of some query rows, and the step that folds packed keys into it.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use tilewise_core::{Element, Float, Result};
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Reserve};
 use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
@@ -80,7 +81,7 @@ impl<T: Element> Scratch<T> {
     }
 
     /// For tiles of up to `rows` rows.
-    pub(crate) fn new(shape: &Shape, rows: usize) -> Result<Self> {
+    pub(crate) fn new(shape: &Shape, rows: usize, reserve: &Arc<Reserve>) -> Result<Self> {
         let padded = shape.padded(rows);
         let (q, strip) = match shape.pairs {
             true => (0, 0),
@@ -91,15 +92,15 @@ impl<T: Element> Scratch<T> {
             ),
         };
         Ok(Scratch {
-            q: Buffer::unfilled(q, "queries of a tile")?,
+            q: reserve.buffer(q, "queries of a tile")?,
             strip: Buffer::new(strip, "scores of a tile")?,
-            m: Buffer::unfilled(padded, "state of a tile")?,
-            l: Buffer::unfilled(padded, "state of a tile")?,
-            acc: Buffer::unfilled(padded * shape.width, "state of a tile")?,
+            m: reserve.buffer(padded, "state of a tile")?,
+            l: reserve.buffer(padded, "state of a tile")?,
+            acc: reserve.buffer(padded * shape.width, "state of a tile")?,
             live: vec![(0, 0); rows],
             seen: 0..0,
             pairs: match shape.pairs {
-                true => Some(PairScratch::new(shape, rows)?),
+                true => Some(PairScratch::new(shape, rows, reserve)?),
                 false => None,
             },
         })
@@ -312,6 +313,15 @@ impl<T: Element> Machinery<T> {
                 );
             }
         }
+    }
+
+    /// Rows of the largest block that the kernels multiply at once.
+    pub(crate) fn row_block(&self) -> usize {
+        let sizes = match &self.kernels.pairs {
+            Some(pairs) => pairs.row_blocks,
+            None => self.shape.row_blocks,
+        };
+        sizes[sizes.len() - 1]
     }
 
     /// The tiles that hold `keys`.

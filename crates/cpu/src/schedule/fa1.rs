@@ -12,11 +12,12 @@
 //! query rows run apart, each with its own outer loop.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use num_traits::Float as _;
 use tilewise_core::{Element, Result};
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Reserve};
 use crate::call::{Call, KvHead};
 use crate::packed::Packed;
 use crate::parallel::{in_order, threads};
@@ -43,7 +44,7 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     let shape = &machinery.shape;
     let group = call.problem.dims().group();
     let threads = threads();
-    let packed = Packed::<T>::new(shape, call.most_keys())?;
+    let packed = Packed::<T>::new(shape, call.most_keys(), call.reserve)?;
     for at in call.kv_heads() {
         let tiles = machinery.tiles(&(0..call.source(at).keys));
         in_order(
@@ -68,7 +69,8 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
         let workspaces = stretches
             .iter()
             .map(|(_, rows)| {
-                Workspace::new(shape, rows.len()).map(|w| std::sync::Mutex::new(Some(w)))
+                Workspace::new(shape, rows.len(), call.reserve)
+                    .map(|w| std::sync::Mutex::new(Some(w)))
             })
             .collect::<Result<Vec<_>>>()?;
         in_order(
@@ -98,10 +100,10 @@ struct Workspace<T: Element> {
 }
 
 impl<T: Element> Workspace<T> {
-    fn new(shape: &Shape, rows: usize) -> Result<Self> {
+    fn new(shape: &Shape, rows: usize, reserve: &Arc<Reserve>) -> Result<Self> {
         let padded = shape.padded(rows);
         Ok(Workspace {
-            step: Scratch::new(shape, rows)?,
+            step: Scratch::new(shape, rows, reserve)?,
             o: Buffer::new(padded * shape.width, "normalised output")?,
             m: Buffer::new(padded, "row maxima")?,
             l: Buffer::new(padded, "denominators")?,

@@ -1,44 +1,23 @@
 //! FlashAttention-2 (Dao 2023, Algorithm 1): for each tile of query rows, one pass over the keys with
 //! Õ, m and ℓ on chip, one division at the end.
 //!
-//! K and V of a KV head are packed once and shared by the query tiles of its group. Packing and
-//! tiles of all heads form one list that workers take from in order, with packing some heads ahead:
-//! no barrier between heads, and packed memory for no more heads than are in flight.
-
-use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+//! K and V of a KV head are packed once and shared by the query tiles of its group; who does what,
+//! and when, is the subject of [`super::heads`].
 
 use tilewise_core::{Element, Result};
 
 use crate::call::{Call, KvHead};
 use crate::packed::Packed;
-use crate::parallel::{in_order, threads};
+use crate::parallel::{own, threads};
 use crate::schedule::decode;
+use crate::schedule::heads::{Heads, Parts, Progress, RowTile};
 use crate::shape::Shape;
 use crate::tile::Scratch;
 
-/// Keys that one item packs, at most: fewer where more workers would wait for it.
-const KEYS_A_PACKING: usize = 1024;
-
-/// What is left for the last workers is cut into this many parts of a tile of rows.
-const LAST_PARTS: usize = 4;
-
-enum Item {
-    /// Tiles of keys of a KV head.
-    Pack { head: usize, tiles: Range<usize> },
-    /// Rows of a KV head's `n`th query head.
-    Rows {
-        head: usize,
-        n: usize,
-        rows: Range<usize>,
-    },
-}
-
-/// How far a KV head has come.
-struct Progress {
-    packings_left: AtomicUsize,
-    tiles_left: AtomicUsize,
-}
+/// Bytes of a packed head up to which each worker has one of its own. Where heads are larger, many
+/// workers share some: what it costs to read keys that other cores have packed is lost in their rows,
+/// and the memory is not.
+const SMALL_HEAD: usize = 2 << 20;
 
 /// Heads whose packed keys are alive at once.
 pub(crate) fn heads_in_flight(threads: usize, heads: usize, tiles_a_head: usize) -> usize {
@@ -49,9 +28,19 @@ pub(crate) fn heads_in_flight(threads: usize, heads: usize, tiles_a_head: usize)
     heads.min(2 + threads.div_ceil(tiles_a_head.max(1)))
 }
 
+/// Heads of a forward call whose packed keys are alive at once.
+fn slots(workers: usize, heads: usize, tiles_a_head: usize, packed_bytes: usize) -> usize {
+    let own = heads.min(workers);
+    match packed_bytes <= SMALL_HEAD {
+        true => own,
+        false => own.min(heads_in_flight(workers, heads, tiles_a_head)),
+    }
+}
+
 /// Memory besides inputs and outputs.
 pub(crate) fn workspace_bytes<T: Element>(
     shape: &Shape,
+    sequences: usize,
     heads: usize,
     group: usize,
     rows: usize,
@@ -61,11 +50,15 @@ pub(crate) fn workspace_bytes<T: Element>(
     let few = decode::workspace_bytes::<T>(shape, heads, group * rows.min(decode::MOST_ROWS), keys);
     let threads = threads();
     let tiles = group * rows.div_ceil(shape.q_tile);
-    let packed = Packed::<T>::bytes(shape, keys) as u64;
+    let packed = Packed::<T>::bytes(shape, keys);
+    let slots = slots(threads, heads, tiles, packed);
     let scratch = Scratch::<T>::bytes(shape, rows.min(shape.q_tile)) as u64;
-    let many = heads_in_flight(threads, heads, tiles) as u64 * packed
+    let many = slots as u64 * packed as u64
         + threads as u64 * scratch
-        + (heads * (tiles + keys.div_ceil(KEYS_A_PACKING)) * size_of::<Item>()) as u64;
+        + (heads * size_of::<(Progress, KvHead)>()) as u64
+        // The last heads' tiles are cut into up to some dozens more.
+        + ((sequences + slots) * tiles * size_of::<RowTile>()) as u64
+        + (slots * group * 64 * size_of::<RowTile>()) as u64;
     if group * rows <= decode::MOST_ROWS {
         many.max(few)
     } else {
@@ -76,7 +69,6 @@ pub(crate) fn workspace_bytes<T: Element>(
 /// Runs the call.
 pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     let shape = &call.machinery.shape;
-    let group = call.problem.dims().group();
     let (few, heads): (Vec<_>, Vec<_>) = call
         .kv_heads()
         .into_iter()
@@ -85,173 +77,125 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     if heads.is_empty() {
         return Ok(());
     }
-    let threads = threads();
-    let fewest_tiles = heads
-        .iter()
-        .map(|at| {
-            group
-                * call.problem.sequences()[at.sequence]
-                    .seqlen_q
-                    .div_ceil(shape.q_tile)
-        })
-        .min()
-        .unwrap_or(1);
-    let slots = heads_in_flight(threads, heads.len(), fewest_tiles);
-    let ahead = slots.saturating_sub(2);
-    let (items, progress) = plan(call, &heads, group, ahead, threads);
-
     let keys = call.most_keys();
-    let packed: Vec<Packed<T>> = (0..slots)
-        .map(|_| Packed::new(shape, keys))
+    let plan = Plan::new(call, &heads, threads(), Packed::<T>::bytes(shape, keys));
+    let packed: Vec<Packed<T>> = (0..plan.slots)
+        .map(|_| Packed::new(shape, keys, call.reserve))
         .collect::<Result<_>>()?;
-    let workers = threads.min(items.len());
-    let scratches = (0..workers)
-        .map(|_| Scratch::new(shape, call.most_rows().min(shape.q_tile)).map(Some))
+    let scratches = (0..plan.workers)
+        .map(|_| {
+            let rows = call.most_rows().min(shape.q_tile);
+            Scratch::new(shape, rows, call.reserve).map(Some)
+        })
         .collect::<Result<Vec<_>>>()?;
     let scratches = std::sync::Mutex::new(scratches);
 
-    in_order(
-        items.len(),
-        workers,
-        || {
-            let mut scratches = scratches.lock().unwrap_or_else(|e| e.into_inner());
-            scratches
-                .pop()
-                .flatten()
-                .expect("one scratch was made for each worker")
+    let parts: Vec<&Parts> = plan.order.iter().map(|&(_, n)| &plan.parts[n]).collect();
+    Heads::new(&parts, plan.slots).work_off(
+        plan.workers,
+        || own(&scratches),
+        |head, slot, tile| {
+            let source = call.source(heads[plan.order[head].0]);
+            let kernels = &call.machinery.kernels;
+            // SAFETY: no other head has the slot, and each of its tiles is packed once; the slot has
+            // room for the longest sequence.
+            unsafe { packed[slot].pack(kernels, shape, &source, tile..tile + 1) }
         },
-        |crew, scratch, item| match &items[item] {
-            Item::Pack { head, tiles } => {
-                if *head >= slots {
-                    crew.wait_for(&progress[head - slots].tiles_left);
-                }
-                if crew.failed() {
-                    return;
-                }
-                let source = call.source(heads[*head]);
-                // SAFETY: the head that had this slot is done with, and each tile is packed by one
-                // item; the slot has room for the longest sequence.
-                unsafe {
-                    let machinery = &call.machinery;
-                    packed[head % slots].pack(&machinery.kernels, shape, &source, tiles.clone());
-                }
-                progress[*head]
-                    .packings_left
-                    .fetch_sub(1, Ordering::Release);
-            }
-            Item::Rows { head, n, rows } => {
-                crew.wait_for(&progress[*head].packings_left);
-                if crew.failed() {
-                    return;
-                }
-                let at = heads[*head];
-                let query = call.head(at, *n);
-                let keys = call.problem.sequences()[at.sequence].seqlen_k;
-                let state = scratch.state();
-                // SAFETY: the head's tiles are packed and stay so until this item is counted down;
-                // the scratch is this worker's, and the rows are handed out once.
-                unsafe {
-                    state.begin(shape, rows.len());
-                    let packed = &packed[head % slots];
-                    let source = call.source(at);
-                    call.machinery
-                        .absorb(&query, &source, packed, rows, keys, scratch, state);
-                    call.finish(at, *n, &query, rows.start, rows.len(), state, false);
-                }
-                progress[*head].tiles_left.fetch_sub(1, Ordering::Release);
+        |scratch, head, slot, RowTile { n, rows, .. }| {
+            let at = heads[plan.order[head].0];
+            let query = call.head(at, *n);
+            let keys = call.problem.sequences()[at.sequence].seqlen_k;
+            let state = scratch.state();
+            // SAFETY: the head's tiles are packed and stay so until these rows are done; the scratch
+            // is this worker's, and the rows are handed out once.
+            unsafe {
+                state.begin(shape, rows.len());
+                let source = call.source(at);
+                call.machinery
+                    .absorb(&query, &source, &packed[slot], rows, keys, scratch, state);
+                call.finish(at, *n, &query, rows.start, rows.len(), state, false);
             }
         },
     );
     Ok(())
 }
 
-/// The list of items: packing `ahead` heads before their rows, the heaviest rows of a head first.
-fn plan<T: Element>(
-    call: &Call<'_, T>,
-    heads: &[KvHead],
-    group: usize,
-    ahead: usize,
-    threads: usize,
-) -> (Vec<Item>, Vec<Progress>) {
-    let shape = &call.machinery.shape;
-    let mut items = Vec::new();
-    let mut progress = Vec::with_capacity(heads.len());
-    let mut packings: Vec<Vec<Item>> = Vec::with_capacity(heads.len());
-    let mut tiles: Vec<Vec<Item>> = Vec::with_capacity(heads.len());
-    for (head, at) in heads.iter().enumerate() {
-        let sequence = &call.problem.sequences()[at.sequence];
-        let rule = call.problem.mask_rule(sequence);
-        let seen = call.machinery.tiles(&rule.keys(0..sequence.seqlen_q));
-        // The first heads are packed by as many workers as wait for them.
-        let share = (seen.len() * ahead.max(1)).div_ceil(threads);
-        let chunk = share.clamp(1, KEYS_A_PACKING.div_ceil(shape.key_tile));
-        packings.push(
-            seen.clone()
-                .step_by(chunk)
-                .map(|first| Item::Pack {
-                    head,
-                    tiles: first..(first + chunk).min(seen.end),
-                })
-                .collect(),
-        );
-        let mut rows: Vec<Range<usize>> = (0..sequence.seqlen_q)
-            .step_by(shape.q_tile)
-            .map(|first| first..(first + shape.q_tile).min(sequence.seqlen_q))
-            .collect();
-        rows.sort_by_key(|rows| std::cmp::Reverse(rule.keys(rows.clone()).len() * rows.len()));
-        tiles.push(
-            rows.iter()
-                .flat_map(|rows| {
-                    (0..group).map(|n| Item::Rows {
-                        head,
-                        n,
-                        rows: rows.clone(),
-                    })
-                })
-                .collect(),
-        );
-    }
-    cut_the_last(&mut tiles, shape.q_tile.div_ceil(LAST_PARTS), threads);
-    for (packings, tiles) in packings.iter().zip(&tiles) {
-        progress.push(Progress {
-            packings_left: AtomicUsize::new(packings.len()),
-            tiles_left: AtomicUsize::new(tiles.len()),
-        });
-    }
-    for packing in packings.iter_mut().take(ahead) {
-        items.append(packing);
-    }
-    for (head, tiles) in tiles.iter_mut().enumerate() {
-        if let Some(packing) = packings.get_mut(head + ahead) {
-            items.append(packing);
-        }
-        items.append(tiles);
-    }
-    (items, progress)
+/// What is to be done for each head, in which order, by how many.
+struct Plan {
+    workers: usize,
+    slots: usize,
+    /// Of heads that differ.
+    parts: Vec<Parts>,
+    /// Heads as they are opened: the heaviest first, so that no long one is left for the end; and
+    /// their parts.
+    order: Vec<(usize, usize)>,
 }
 
-/// Cuts the last `threads` tiles of rows, so that no worker still has a whole one when the others have
-/// none. A row's bits do not depend on the tile it falls into.
-fn cut_the_last(tiles: &mut [Vec<Item>], rows_a_part: usize, threads: usize) {
-    if threads == 1 {
-        return;
-    }
-    let mut left = threads;
-    for tiles in tiles.iter_mut().rev() {
-        let kept = tiles.len() - tiles.len().min(left);
-        left -= tiles.len() - kept;
-        for tile in tiles.split_off(kept) {
-            let Item::Rows { head, n, rows } = tile else {
-                unreachable!("only rows are cut");
-            };
-            tiles.extend(rows.clone().step_by(rows_a_part).map(|first| Item::Rows {
-                head,
-                n,
-                rows: first..(first + rows_a_part).min(rows.end),
-            }));
+impl Plan {
+    fn new<T: Element>(
+        call: &Call<'_, T>,
+        heads: &[KvHead],
+        threads: usize,
+        packed_bytes: usize,
+    ) -> Self {
+        let mut parts: Vec<Parts> = Vec::new();
+        let mut order = Vec::with_capacity(heads.len());
+        let mut last = None;
+        for (head, at) in heads.iter().enumerate() {
+            let sequence = &call.problem.sequences()[at.sequence];
+            let lengths = (sequence.seqlen_q, sequence.seqlen_k);
+            if last != Some(lengths) {
+                last = Some(lengths);
+                parts.push(parts_of(call, *at));
+            }
+            order.push((head, parts.len() - 1));
         }
-        if left == 0 {
-            return;
+        order.sort_by_key(|&(_, n)| std::cmp::Reverse(parts[n].weight()));
+        let items = order.iter().map(|&(_, n)| parts[n].len()).sum();
+        let workers = threads.min(items);
+        let fewest_tiles = parts.iter().map(|parts| parts.rows().len()).min();
+        let slots = slots(
+            workers,
+            heads.len(),
+            fewest_tiles.unwrap_or(1),
+            packed_bytes,
+        );
+        if workers > 1 {
+            let step = call.machinery.row_block();
+            let first = order.len() - slots;
+            let mut cut = None;
+            for (_, n) in &mut order[first..] {
+                if cut != Some(*n) {
+                    cut = Some(*n);
+                    let shrinking = parts[*n].shrinking(workers.div_ceil(slots), step);
+                    parts.push(shrinking);
+                }
+                *n = parts.len() - 1;
+            }
+        }
+        Plan {
+            workers,
+            slots,
+            parts,
+            order,
         }
     }
+}
+
+/// What is to be done for a head.
+fn parts_of<T: Element>(call: &Call<'_, T>, at: KvHead) -> Parts {
+    let sequence = &call.problem.sequences()[at.sequence];
+    let rule = call.problem.mask_rule(sequence);
+    let tile = call.machinery.shape.q_tile;
+    let rows = (0..sequence.seqlen_q).step_by(tile).flat_map(|first| {
+        let rows = first..(first + tile).min(sequence.seqlen_q);
+        let weight = rule.keys(rows.clone()).len() * rows.len();
+        (0..call.problem.dims().group()).map(move |n| RowTile {
+            n,
+            rows: rows.clone(),
+            weight,
+        })
+    });
+    let key_tiles = call.machinery.tiles(&rule.keys(0..sequence.seqlen_q));
+    Parts::new(key_tiles, rows.collect())
 }

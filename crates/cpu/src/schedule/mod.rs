@@ -3,4 +3,5 @@
 pub(crate) mod decode;
 pub(crate) mod fa1;
 pub(crate) mod fa2;
+mod heads;
 pub(crate) mod standard;

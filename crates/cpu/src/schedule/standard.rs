@@ -43,7 +43,7 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     let shape = &machinery.shape;
     let threads = threads();
     let (rows, keys) = (call.most_rows(), call.most_keys());
-    let packed = Packed::<T>::new(shape, keys)?;
+    let packed = Packed::<T>::new(shape, keys, call.reserve)?;
     let too_large = tilewise_core::Error::OutOfMemory {
         backend: "cpu".into(),
         what: "scores of a head".into(),
@@ -55,7 +55,9 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     )?;
     let tiles = rows.div_ceil(shape.q_tile);
     let stripes = (0..tiles)
-        .map(|_| Scratch::new(shape, rows.min(shape.q_tile)).map(std::sync::Mutex::new))
+        .map(|_| {
+            Scratch::new(shape, rows.min(shape.q_tile), call.reserve).map(std::sync::Mutex::new)
+        })
         .collect::<Result<Vec<_>>>()?;
     for at in call.kv_heads() {
         let key_tiles = machinery.tiles(&(0..call.source(at).keys));
