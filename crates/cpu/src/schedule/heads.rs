@@ -117,16 +117,6 @@ pub(crate) struct Heads<'a> {
     first: AtomicUsize,
 }
 
-/// What a worker found to do.
-enum Found {
-    /// It did it.
-    Work,
-    /// Others are packing.
-    Packing,
-    /// All is taken.
-    Nothing,
-}
-
 impl<'a> Heads<'a> {
     pub(crate) fn new(parts: &'a [&'a Parts], slots: usize) -> Self {
         let progress = parts.iter().map(|parts| Progress {
@@ -162,13 +152,12 @@ impl<'a> Heads<'a> {
             // The slot whose memory is in this core's cache, from head to head and from call to call.
             let own = rayon::current_thread_index().unwrap_or(0);
             while !crew.failed() {
-                let found = match head {
-                    Some(head) => self.step(head, &pack, |slot, rows| {
+                let found = head.is_some_and(|head| {
+                    self.step(head, &pack, |slot, rows| {
                         attend(&mut scratch, head, slot, rows);
-                    }),
-                    None => Found::Nothing,
-                };
-                if let Found::Work = found {
+                    })
+                });
+                if found {
                     spins = 0;
                     continue;
                 }
@@ -188,32 +177,32 @@ impl<'a> Heads<'a> {
         });
     }
 
-    /// Does one item of a head.
+    /// Does one item of a head. Returns whether there was one: all may be taken, or others packing.
     fn step(
         &self,
         head: usize,
         pack: impl Fn(usize, usize, usize),
         attend: impl FnOnce(usize, &RowTile),
-    ) -> Found {
+    ) -> bool {
         let (parts, progress) = (self.parts[head], &self.progress[head]);
         let slot = progress.slot.load(Ordering::Relaxed);
         if let Some(n) = take(&progress.next_key_tile, parts.key_tiles.len()) {
             pack(head, slot, parts.key_tiles.start + n);
             progress.key_tiles_left.fetch_sub(1, Ordering::Release);
-            return Found::Work;
+            return true;
         }
         if progress.key_tiles_left.load(Ordering::Acquire) != 0 {
-            return Found::Packing;
+            return false;
         }
         let Some(n) = take(&progress.next_rows, parts.rows.len()) else {
-            return Found::Nothing;
+            return false;
         };
         attend(slot, &parts.rows[n]);
         // Whoever gets the slot next sees that all have read its keys.
         if progress.rows_left.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.unopened().free_slots.push(slot);
         }
-        Found::Work
+        true
     }
 
     /// Opens the next head, if there is one and a slot for it, `own` before others.
