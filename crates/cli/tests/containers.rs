@@ -183,6 +183,32 @@ fn safetensors_come_back_as_they_were_written() {
     );
 }
 
+/// A file that is written takes another's place: never that of a device, a pipe or a link.
+#[cfg(unix)]
+#[test]
+fn what_is_no_file_is_not_replaced() {
+    use std::os::unix::fs::FileTypeExt;
+    let (dir, path) = scratch("x.safetensors");
+    let tensor = [Tensor::new("q", &[2], &[1.0f32, 2.0])];
+    let socket = dir.path().join("socket.safetensors");
+    let _open = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    for place in [&socket, dir.path()] {
+        let error = write_safetensors(place, &tensor, &BTreeMap::new()).unwrap_err();
+        assert_eq!(error.fault.class(), "io", "{error}");
+    }
+    let kind = std::fs::symlink_metadata(&socket).unwrap().file_type();
+    assert!(kind.is_socket(), "{kind:?}");
+
+    let link = dir.path().join("link.safetensors");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    // Twice: the link leads nowhere at first.
+    for _ in 0..2 {
+        write_safetensors(&link, &tensor, &BTreeMap::new()).unwrap();
+        assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(Container::open(&path).unwrap().names(), ["q"]);
+    }
+}
+
 #[test]
 fn npy_comes_back_as_it_was_written_bfloat16_on_request() {
     let (_dir, path) = scratch("v.npy");
@@ -244,6 +270,32 @@ fn npz_members_are_read_stored_or_deflated_and_bombs_are_not_unpacked() {
     let (result, peak) = peak_extra_bytes(|| container.tensor("bomb").map(|t| t.len()));
     assert_eq!(result.unwrap_err().fault.class(), "trailing_data");
     assert!(peak < 8 << 20, "{peak}");
+}
+
+#[test]
+fn an_archive_with_two_tensors_of_one_name_is_refused() {
+    use std::io::Write;
+    let (_dir, path) = scratch("x.npz");
+    let mut zip = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
+    let stored =
+        zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    for name in ["q1.npy", "q2.npy"] {
+        zip.start_file(name, stored).unwrap();
+        zip.write_all(&std::fs::read(files().join("d-fortran.npy")).unwrap())
+            .unwrap();
+    }
+    zip.set_comment("of one name").unwrap();
+    let mut bytes = zip.finish().unwrap().into_inner();
+    std::fs::write(&path, &bytes).unwrap();
+    assert_eq!(Container::open(&path).unwrap().names(), ["q1", "q2"]);
+    for at in 0..bytes.len() - 6 {
+        if bytes[at..].starts_with(b"q2.npy") {
+            bytes[at + 1] = b'1';
+        }
+    }
+    std::fs::write(&path, &bytes).unwrap();
+    let error = Container::open(&path).unwrap_err();
+    assert_eq!(error.fault.class(), "bad_archive", "{error}");
 }
 
 #[test]

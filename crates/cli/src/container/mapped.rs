@@ -36,9 +36,12 @@ impl Mapped {
     }
 }
 
-fn regular(metadata: &std::fs::Metadata) -> io::Result<()> {
+/// Refuses devices, pipes and the like, and says of a directory that it is one.
+pub(super) fn regular(metadata: &std::fs::Metadata) -> io::Result<()> {
     if metadata.is_file() {
         Ok(())
+    } else if metadata.is_dir() {
+        Err(io::Error::from(io::ErrorKind::IsADirectory))
     } else {
         Err(io::Error::other("not a regular file"))
     }

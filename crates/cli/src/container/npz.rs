@@ -22,13 +22,27 @@ pub(super) struct File {
     raw: Option<Kind>,
 }
 
+/// How many entries the archive's last record announces; `None` if that is not where it should be, or if there are more
+/// than it can say.
+fn listed(bytes: &[u8], comment: &[u8]) -> Option<usize> {
+    /// Length of the record before the comment, and where in it the count stands.
+    const RECORD: usize = 22;
+    const COUNT: usize = 10;
+    let start = bytes.len().checked_sub(RECORD + comment.len())?;
+    let record = bytes
+        .get(start..)
+        .filter(|r| r.starts_with(b"PK\x05\x06"))?;
+    let count = u16::from_le_bytes([record[COUNT], record[COUNT + 1]]);
+    (count != u16::MAX).then(|| count.into())
+}
+
 impl File {
     pub(super) fn open(
         path: &Path,
         map: Mapped,
         raw: Option<Kind>,
     ) -> Result<File, ContainerError> {
-        let archive = ZipArchive::new(Cursor::new(map))
+        let archive = ZipArchive::new(Cursor::new(map.clone()))
             .map_err(|e| ContainerError::new(path, Fault::BadArchive(e.to_string())))?;
         let mut names = Vec::with_capacity(archive.len());
         for name in archive.file_names() {
@@ -37,6 +51,17 @@ impl File {
             names.extend(name.strip_suffix(SUFFIX).map(str::to_owned));
         }
         names.sort_unstable();
+        // Of two entries of one name the library knows the last.
+        let listed = listed(map.as_ref(), archive.comment());
+        if let Some(listed) = listed.filter(|&listed| listed > archive.len()) {
+            return Err(ContainerError::new(
+                path,
+                Fault::BadArchive(format!(
+                    "{listed} entries of {} names: one name appears twice",
+                    archive.len()
+                )),
+            ));
+        }
         Ok(File {
             archive,
             names,

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::collections::HashSet;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Metadata, View};
 use safetensors::{Dtype, SafeTensors};
@@ -17,7 +17,7 @@ use serde::Deserialize;
 use serde::de::{IgnoredAny, MapAccess, Visitor};
 
 use super::error::{ContainerError, Fault};
-use super::mapped::Mapped;
+use super::mapped::{Mapped, regular};
 use super::tensor::{Kind, Tensor, checked_bytes, swap_bytes};
 
 /// The longest header that the format's reference library reads.
@@ -277,8 +277,10 @@ impl View for Written<'_> {
 /// Writes row-major tensors, widest element type first, then by name, as the format's own library
 /// does: every tensor is aligned and the bytes do not depend on the order given.
 ///
+/// A link is followed. What is there and no regular file is left as it is.
+///
 /// # Errors
-/// [`Fault::Io`]; [`Fault::DuplicateKey`]; [`Fault::Type`] for column-major tensors.
+/// [`Fault::Io`], also for a device or a pipe; [`Fault::DuplicateKey`]; [`Fault::Type`] for column-major tensors.
 pub fn write_safetensors(
     path: &Path,
     tensors: &[Tensor<'_>],
@@ -305,17 +307,24 @@ pub fn write_safetensors(
     let views = tensors
         .iter()
         .map(|tensor| (tensor.name.as_str(), Written(tensor)));
-    // The library writes a private temporary file beside `path` and renames it. Opening the target
-    // first names the right file if that cannot be, and gives it the permissions of any new file.
+    // The library writes a private temporary file beside the target and renames it: a device would be
+    // gone, and so would a link. Opening the target first names the right file if that cannot be, and
+    // gives it the permissions of any new file.
     let io = |e: std::io::Error| ContainerError::new(path, Fault::Io(e.to_string()));
-    let permissions = std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(path)
-        .and_then(|file| file.metadata())
-        .map_err(io)?
-        .permissions();
-    safetensors::serialize_to_file(views, metadata, path)
+    let target = replaceable(path).map_err(io)?;
+    let permissions = std::fs::metadata(&target).map_err(io)?.permissions();
+    safetensors::serialize_to_file(views, metadata, &target)
         .map_err(|e| ContainerError::new(path, Fault::Io(e.to_string())))?;
-    std::fs::set_permissions(path, permissions).map_err(io)
+    std::fs::set_permissions(&target, permissions).map_err(io)
+}
+
+/// The regular file that `path` leads to, made if there is nothing.
+fn replaceable(path: &Path) -> std::io::Result<PathBuf> {
+    // Asked before opening: a pipe would wait for its reader.
+    if let Ok(metadata) = std::fs::metadata(path) {
+        regular(&metadata)?;
+    }
+    let mut open = std::fs::OpenOptions::new();
+    regular(&open.create(true).append(true).open(path)?.metadata()?)?;
+    std::fs::canonicalize(path)
 }
