@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod case;
 mod chart;
 mod check;
 mod cli;

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use serde_json::Value;
-use tilewise::{Alignment, Dropout, ErrorClass, Options};
+use tilewise::ErrorClass;
+
+use crate::case::CaseOptions;
 
 /// `__metadata__["case"]`, or a whole file of `spec/`.
 #[derive(Clone, Debug, Deserialize)]
@@ -21,6 +23,7 @@ pub(super) struct Case {
     #[serde(default)]
     pub(super) requires: Vec<String>,
     #[serde(default)]
+    /// What must not be done silently without: every option is known, or the case is refused.
     pub(super) options: CaseOptions,
     #[serde(default)]
     pub(super) tolerance: BTreeMap<String, Tolerance>,
@@ -37,59 +40,6 @@ pub(super) struct Case {
 
 /// The version of the schema that is read here.
 pub(super) const SCHEMA: u32 = 1;
-
-/// What must not be done silently without: every field is known, or the case is refused.
-#[derive(Clone, Debug, Default, Deserialize)]
-pub(super) struct CaseOptions {
-    #[serde(default)]
-    pub(super) layout: Layout,
-    #[serde(default)]
-    pub(super) causal: bool,
-    #[serde(default)]
-    pub(super) causal_align: Align,
-    /// Negative: no bound.
-    #[serde(default = "no_bound")]
-    pub(super) window_left: i64,
-    #[serde(default = "no_bound")]
-    pub(super) window_right: i64,
-    pub(super) softmax_scale: Option<f64>,
-    #[serde(default)]
-    pub(super) softcap: f64,
-    #[serde(default)]
-    pub(super) dropout_p: f64,
-    #[serde(flatten)]
-    pub(super) rest: BTreeMap<String, Value>,
-}
-
-/// Options that follow from the tensors.
-const IMPLIED: [&str; 5] = [
-    "dtype",
-    "group",
-    "page_size",
-    "max_seqlen_q",
-    "max_seqlen_k",
-];
-
-fn no_bound() -> i64 {
-    -1
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Layout {
-    #[default]
-    Bhsd,
-    Varlen,
-    Paged,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Align {
-    #[default]
-    BottomRight,
-    TopLeft,
-}
 
 /// |x − ref| ≤ atol + rtol·|ref|.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
@@ -178,46 +128,17 @@ impl Case {
 
     /// Why the case cannot be run as it asks, if it cannot.
     pub(super) fn refusal(&self) -> Option<String> {
-        let unknown = |what, names: Vec<&String>| {
-            names
-                .first()
-                .map(|name| format!("{what} {name:?} is not supported"))
-        };
-        unknown(
-            "feature",
-            self.requires
-                .iter()
-                .filter(|name| !CLAIMED.contains(&name.as_str()))
-                .collect(),
-        )
-        .or_else(|| {
-            unknown(
-                "option",
-                self.options
-                    .rest
-                    .keys()
-                    .filter(|name| !IMPLIED.contains(&name.as_str()))
-                    .collect(),
-            )
-        })
-        .or_else(|| unknown("run directive", self.run.rest.keys().collect()))
-    }
-}
-
-impl CaseOptions {
-    /// The options that do not come as tensors.
-    pub(super) fn to_options(&self) -> Options {
-        Options::new()
-            .causal(self.causal)
-            .alignment(match self.causal_align {
-                Align::BottomRight => Alignment::BottomRight,
-                Align::TopLeft => Alignment::TopLeft,
+        let unknown =
+            |what, name: Option<&str>| name.map(|name| format!("{what} {name:?} is not supported"));
+        let mut features = self.requires.iter().map(String::as_str);
+        unknown("feature", features.find(|name| !CLAIMED.contains(name)))
+            .or_else(|| unknown("option", self.options.unknown()))
+            .or_else(|| {
+                unknown(
+                    "run directive",
+                    self.run.rest.keys().map(String::as_str).next(),
+                )
             })
-            .window_left(usize::try_from(self.window_left).ok())
-            .window_right(usize::try_from(self.window_right).ok())
-            .softmax_scale(self.softmax_scale)
-            .softcap((self.softcap > 0.0).then_some(self.softcap))
-            .dropout((self.dropout_p != 0.0).then_some(Dropout::Mask { p: self.dropout_p }))
     }
 }
 

@@ -4,10 +4,10 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tilewise::{DType, Dims, Element};
 
-use super::case::CaseOptions;
 use super::memory::Placed;
 use super::numbers::grid;
 use super::tensors::Tensors;
+use crate::case::CaseOptions;
 use crate::container::Plain;
 
 /// `setup`, `baseline` or `alternate_with`, in the names of the schema.

@@ -2,8 +2,9 @@
 
 use tilewise::{BlockTable, Element, Inputs, Options, Sequence, TensorView};
 
-use super::case::{Case, Layout};
+use super::case::Case;
 use super::memory::{Placed, Unplaced, vector};
+use crate::case::Layout;
 use crate::container::{Container, Plain, Tensor};
 
 /// q, k, v and what goes with them.
