@@ -564,6 +564,42 @@ fn gradients_are_compared_one_by_one() {
     assert!(text.contains("seed 0") && text.contains("dbias"), "{text}");
 }
 
+/// What would be refused on every backend is an error of the input, and no difference between backends.
+#[test]
+fn gradients_of_another_shape_are_refused_before_anything_runs() {
+    let folder = Folder::new();
+    let file = folder.file("x.safetensors");
+    let data = [0.5f32; 24];
+    let qkv = ["q", "k", "v"].map(|name| (name, &[1, 1, 3, 8][..], &data[..]));
+    for (name, shape, expected) in [
+        (
+            "do",
+            &[1, 1, 2, 8][..],
+            "do: expected [1, 1, 3, 8], got [1, 1, 2, 8]",
+        ),
+        (
+            "dlse",
+            &[1, 2],
+            "dlse: expected [1, 1, 3, 1], got [1, 1, 2, 1]",
+        ),
+        ("dlse", &[1, 1, 3, 1], "dlse: expected 1, 2 or 3 axes"),
+        (
+            "sinks",
+            &[2, 3],
+            "sinks: expected one axis, got shape [2, 3]",
+        ),
+    ] {
+        let count = shape.iter().product();
+        let tensors: Vec<_> = qkv
+            .into_iter()
+            .chain([(name, shape, &data[..count])])
+            .collect();
+        write(&file, &tensors);
+        let text = error(&["compare", &file, "--backward", "--backends", "cpu"]);
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
 /// A pass must not hide that nothing was judged, or that the bound lets everything pass.
 #[test]
 fn what_a_pass_does_not_say_is_noted() {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use rayon::prelude::*;
 use serde::Serialize;
 use tilewise::{
-    Backend, BackwardInputs, Element, GradientComparison, GradientJudge, Gradients, Problem,
+    Backend, BackwardInputs, Element, Error, GradientComparison, GradientJudge, Gradients, Problem,
     TensorView, judge_head,
 };
 
@@ -101,12 +101,21 @@ pub(super) fn compare<T: Element>(
     let shape = problem.dims().out_shape();
     let seeded: Vec<T>;
     let (dout, source) = match loaded.dout().with_context(files)? {
-        Some(dout) => (dout, "do of the file".to_string()),
+        Some(dout) => {
+            Error::expect_shape("do", dout.shape(), shape).with_context(files)?;
+            (dout, "do of the file".to_string())
+        }
         None => {
             seeded = random::normal(0, "do", random::count("do", shape)?)?;
             (TensorView::bhsd(&seeded, shape)?, "seed 0".to_string())
         }
     };
+    let dlse = loaded.dlse().with_context(files)?;
+    if let Some(dlse) = &dlse {
+        let [batch, heads, seqlen_q] = problem.dims().lse_shape();
+        let rows = [batch, heads, seqlen_q, 1];
+        Error::expect_shape("dlse", dlse.shape(), rows).with_context(files)?;
+    }
 
     let mut report = Report {
         schema: 1,
@@ -155,7 +164,7 @@ pub(super) fn compare<T: Element>(
         });
         let outcome = result.map_err(anyhow::Error::from).and_then(|()| {
             let (out, lse) = (outputs.out_view()?, outputs.lse_view()?);
-            let given = BackwardInputs::new(inputs, out, lse, dout).dlse(loaded.dlse()?);
+            let given = BackwardInputs::new(inputs, out, lse, dout).dlse(dlse);
             given.problem(&loaded.options)?;
             // The reference looks at neither out nor lse: one serves all lanes.
             let judge = judge.get_or_insert_with(|| pool.install(|| reference(&problem, &given)));

@@ -40,13 +40,21 @@ pub(super) fn broadcast(
 }
 
 /// The shape `[batch, heads, seqlen]` of lse from one to three axes.
-pub(super) fn lse(shape: &[usize]) -> Result<[usize; 3]> {
+pub(super) fn lse(tensor: &str, shape: &[usize]) -> Result<[usize; 3]> {
     match *shape {
         [b, h, s] => Ok([b, h, s]),
         [h, s] => Ok([1, h, s]),
         [s] => Ok([1, 1, s]),
-        _ => bail!("lse: expected 1, 2 or 3 axes, got shape {shape:?}"),
+        _ => bail!("{tensor}: expected 1, 2 or 3 axes, got shape {shape:?}"),
     }
+}
+
+/// Refuses numbers that stand along more than one axis where a list is wanted: one a head, or one a sequence.
+pub(super) fn list(tensor: &str, shape: &[usize]) -> Result<()> {
+    if shape.iter().filter(|&&size| size != 1).count() > 1 {
+        bail!("{tensor}: expected one axis, got shape {shape:?}");
+    }
+    Ok(())
 }
 
 fn placed(places: &[usize], shape: &[usize], strides: &[isize]) -> ([usize; 4], [isize; 4]) {
@@ -77,6 +85,12 @@ mod tests {
             ([1, 1, 4, 5], [0, 0, 5, 1])
         );
         assert!(broadcast("mask", &[1; 5], &[1; 5]).is_err());
-        assert_eq!(lse(&[3, 4]).unwrap(), [1, 3, 4]);
+        assert_eq!(lse("lse", &[3, 4]).unwrap(), [1, 3, 4]);
+        let error = lse("dlse", &[1; 4]).unwrap_err().to_string();
+        assert!(error.starts_with("dlse: "), "{error}");
+        for shape in [&[][..], &[7], &[1, 7], &[7, 1, 1]] {
+            assert!(list("sinks", shape).is_ok(), "{shape:?}");
+        }
+        assert!(list("sinks", &[2, 2]).is_err());
     }
 }

@@ -211,10 +211,17 @@ fn load_as<T: Element + Plain>(
         }
         None => Options::new(),
     };
-    if let Some(slopes) = source.optional("alibi_slopes")? {
+    let list = |name: &str| -> Result<Option<Tensor<'_>>> {
+        let tensor = source.optional(name)?;
+        if let Some(tensor) = &tensor {
+            axes::list(name, tensor.shape()).with_context(|| source.file_of(name))?;
+        }
+        Ok(tensor)
+    };
+    if let Some(slopes) = list("alibi_slopes")? {
         options = options.alibi_slopes(slopes.to_f32()?);
     }
-    if let Some(sinks) = source.optional("sinks")? {
+    if let Some(sinks) = list("sinks")? {
         options = options.sinks(sinks.to_f32()?);
     }
     let options = problem.apply(options, q.shape[1]);
@@ -228,7 +235,7 @@ fn load_as<T: Element + Plain>(
         None => None,
     };
     let integers = |name: &str| -> Result<Option<Vec<i32>>> {
-        Ok(source.optional(name)?.map(|t| t.to_i32()).transpose()?)
+        Ok(list(name)?.map(|t| t.to_i32()).transpose()?)
     };
     let block_table = match table {
         Some(table) => {
@@ -383,7 +390,7 @@ fn rows_of_lse(source: &Source<'_>, name: &str) -> Result<Option<Placed<f32>>> {
     let Some(tensor) = source.optional(name)? else {
         return Ok(None);
     };
-    let [b, h, s] = axes::lse(tensor.shape()).with_context(|| source.file_of(name))?;
+    let [b, h, s] = axes::lse(name, tensor.shape()).with_context(|| source.file_of(name))?;
     let shape = [b, h, s, 1];
     let strides = row_major(&shape);
     Ok(Some(Placed {
