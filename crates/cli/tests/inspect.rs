@@ -135,6 +135,10 @@ fn what_is_no_kernel_is_refused() {
         assert!(text.contains(says), "{text}");
     }
     assert!(error(&["inspect", "nowhere.ptx"]).contains("nowhere.ptx"));
+    if cfg!(target_os = "linux") {
+        let endless = error(&["inspect", "/dev/zero"]);
+        assert!(endless.contains("/dev/zero: expected PTX"), "{endless}");
+    }
     let output = tilewise()
         .args(["inspect"])
         .env("TILEWISE_NVRTC", folder.file(""))

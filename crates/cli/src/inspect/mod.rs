@@ -9,6 +9,7 @@ mod sass;
 mod table;
 mod verdict;
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -148,7 +149,7 @@ fn of_files(files: &[PathBuf]) -> Result<Report> {
     };
     for file in files {
         let name = file.display().to_string();
-        let bytes = std::fs::read(file).with_context(|| name.clone())?;
+        let bytes = read(file).with_context(|| name.clone())?;
         let kernels = if bytes.starts_with(b"\x7fELF") {
             let tool = sass::find(None).with_context(|| {
                 format!("{name}: a cubin, and no disassembler is here: nvdisasm or cuobjdump on PATH or in \
@@ -173,6 +174,20 @@ fn of_files(files: &[PathBuf]) -> Result<Report> {
         });
     }
     Ok(report)
+}
+
+/// The bytes of a file, or of a pipe: what a compiler writes may be looked at as it comes.
+fn read(file: &Path) -> Result<Vec<u8>> {
+    /// Far more than PTX or a cubin has; a device may never end.
+    const LIMIT: u64 = 1 << 28;
+    let mut bytes = Vec::new();
+    std::fs::File::open(file)?
+        .take(LIMIT + 1)
+        .read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > LIMIT {
+        bail!("expected PTX or a cubin of at most {LIMIT} bytes, got more");
+    }
+    Ok(bytes)
 }
 
 fn of_ptx(name: &str, text: &str) -> Result<Vec<Inspected>> {
