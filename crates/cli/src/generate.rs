@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::json;
 use tilewise::half::{bf16, f16};
-use tilewise::{DType, Dims, Element, Problem};
+use tilewise::{DType, Element, Problem};
 
 use crate::cli::Verdict;
 use crate::container::{Plain, Tensor, write_safetensors};
@@ -77,21 +77,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<Verdict> {
 }
 
 fn write<T: Element + Plain>(args: &GenerateArgs) -> Result<()> {
-    let Dims {
-        batch,
-        num_heads,
-        num_kv_heads,
-        seqlen_q,
-        seqlen_k,
-        head_dim,
-        head_dim_v,
-    } = args.shape.dims;
     let cumulative = cumulative(args)?;
-    let shapes = [
-        ("q", [batch, num_heads, seqlen_q, head_dim]),
-        ("k", [batch, num_kv_heads, seqlen_k, head_dim]),
-        ("v", [batch, num_kv_heads, seqlen_k, head_dim_v]),
-    ];
+    let shapes = random::shapes(&args.shape.dims);
     let mut data = Vec::new();
     for (name, shape) in shapes {
         let count = random::count(name, shape)?;
@@ -117,7 +104,7 @@ fn write<T: Element + Plain>(args: &GenerateArgs) -> Result<()> {
     if args.json {
         return ui::print_json(&json!({
             "schema": 1,
-            "output": args.output,
+            "output": args.output.display().to_string(),
             "dtype": T::DTYPE.name(),
             "seed": args.seed,
             "shapes": shapes,

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use rand::SeedableRng;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand_distr::{Distribution, StandardNormal};
-use tilewise::Element;
+use tilewise::{Dims, Element, Inputs, TensorView};
 
 /// `count` standard normal numbers, drawn in f32 and rounded to `T`: the same for a seed and a
 /// tensor's name on every machine.
@@ -23,6 +23,47 @@ pub(crate) fn normal<T: Element>(seed: u64, tensor: &str, count: usize) -> Resul
         values.push(T::from_f64(f64::from(x)));
     }
     Ok(values)
+}
+
+/// q, k and v of a problem, row-major.
+#[derive(Debug)]
+pub(crate) struct Qkv<T> {
+    tensors: [(Vec<T>, [usize; 4]); 3],
+}
+
+impl<T: Element> Qkv<T> {
+    /// Standard normal numbers of this seed.
+    ///
+    /// # Errors
+    /// If they cannot be counted, or memory cannot be had.
+    pub(crate) fn new(seed: u64, dims: &Dims) -> Result<Self> {
+        let tensor = |(name, shape)| -> Result<(Vec<T>, [usize; 4])> {
+            Ok((normal(seed, name, count(name, shape)?)?, shape))
+        };
+        let [q, k, v] = shapes(dims);
+        Ok(Qkv {
+            tensors: [tensor(q)?, tensor(k)?, tensor(v)?],
+        })
+    }
+
+    /// The tensors, as attention takes them.
+    pub(crate) fn inputs(&self) -> tilewise::Result<Inputs<'_, T>> {
+        let view = |n: usize| TensorView::bhsd(&self.tensors[n].0, self.tensors[n].1);
+        Ok(Inputs::new(view(0)?, view(1)?, view(2)?))
+    }
+}
+
+/// Names and shapes of q, k and v.
+pub(crate) fn shapes(dims: &Dims) -> [(&'static str, [usize; 4]); 3] {
+    let keys = |width| [dims.batch, dims.num_kv_heads, dims.seqlen_k, width];
+    [
+        (
+            "q",
+            [dims.batch, dims.num_heads, dims.seqlen_q, dims.head_dim],
+        ),
+        ("k", keys(dims.head_dim)),
+        ("v", keys(dims.head_dim_v)),
+    ]
 }
 
 /// Number of elements of a shape.

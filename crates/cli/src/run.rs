@@ -143,7 +143,7 @@ fn forward<T: Element + Plain>(args: &RunArgs, loaded: &Loaded<T>) -> Result<()>
     if args.json {
         return ui::print_json(&json!({
             "schema": 1,
-            "output": args.output,
+            "output": args.output.display().to_string(),
             "backend": info.backend.to_string(),
             "algorithm": algorithm.name(),
             "isa": isa,

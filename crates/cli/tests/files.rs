@@ -219,6 +219,56 @@ fn masks_and_biases_beside_npy_files() {
     assert!(text.contains("b.npy: mask: expected bools"), "{text}");
 }
 
+/// A path need not be text; the JSON that names it must.
+#[cfg(target_os = "linux")]
+#[test]
+fn paths_that_are_no_text_are_read_and_written() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new();
+    let odd = |name: &[u8]| {
+        let mut path = std::ffi::OsString::from(folder.file(""));
+        path.push(std::ffi::OsStr::from_bytes(name));
+        path
+    };
+    let (inputs, out) = (odd(b"\xff.safetensors"), odd(b"\xfe.safetensors"));
+    let run = |args: &[&str], paths: &[&std::ffi::OsStr]| {
+        let output = tilewise().args(args).args(paths).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    };
+    run(
+        &["generate", "--shape", "1,1,1,2,3,4", "--json", "-o"],
+        &[&inputs],
+    );
+    let text = run(
+        &["run", "--backend", "cpu", "--json", "-o"],
+        &[&out, &inputs],
+    );
+    assert!(
+        text["output"]
+            .as_str()
+            .unwrap()
+            .ends_with("\u{fffd}.safetensors")
+    );
+    // A name that is no text names no backend: it is not passed over as if nothing had been asked for.
+    for (variable, backend) in [
+        ("TILEWISE_BACKEND", &[][..]),
+        ("TILEWISE_ISA", &["--backend", "cpu"]),
+    ] {
+        let output = tilewise()
+            .env(variable, std::ffi::OsStr::from_bytes(b"\xff"))
+            .arg("run")
+            .args(backend)
+            .arg("-o")
+            .args([&out, &inputs])
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2), "{variable}");
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(variable), "{text}");
+    }
+}
+
 #[test]
 fn mixed_dtypes_are_refused_unless_rounding_is_asked_for() {
     let sample = Sample::new();

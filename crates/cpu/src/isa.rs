@@ -128,16 +128,19 @@ impl Isa {
     /// # Errors
     /// [`Error::Option`] if it is no name, [`Error::Unavailable`] if the processor lacks it.
     pub fn from_env() -> Result<Isa> {
-        match std::env::var(ISA_VARIABLE) {
-            Ok(name) if !name.is_empty() => match name.parse::<Isa>() {
-                Ok(isa) => isa.checked(),
-                Err(_) => Err(Error::option(
-                    ISA_VARIABLE,
-                    "amx, avx512bf16, avx512, avx2 or portable",
-                    name,
-                )),
-            },
-            _ => Ok(Isa::best()),
+        // What is no text is no name either, but it was asked for.
+        let asked = std::env::var_os(ISA_VARIABLE).unwrap_or_default();
+        if asked.is_empty() {
+            return Ok(Isa::best());
+        }
+        let name = asked.to_string_lossy();
+        match name.parse::<Isa>() {
+            Ok(isa) => isa.checked(),
+            Err(_) => Err(Error::option(
+                ISA_VARIABLE,
+                "amx, avx512bf16, avx512, avx2 or portable",
+                name,
+            )),
         }
     }
 }

@@ -17,15 +17,15 @@ pub(crate) struct ProblemArgs {
     alignment: Option<AlignmentArg>,
 
     /// Keys visible to the left of the query's own position, inclusive [default: no bound]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     window_left: Option<usize>,
 
     /// Keys visible to the right of the query's own position, inclusive [default: no bound]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     window_right: Option<usize>,
 
     /// Cap scores smoothly: softcap * tanh(score / softcap)
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     softcap: Option<f64>,
 
     /// Factor of q·k [default: 1/sqrt(head_dim)]

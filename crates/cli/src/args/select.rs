@@ -145,7 +145,8 @@ impl SelectArgs {
 /// # Errors
 /// If it names something that is no backend.
 pub(crate) fn backends_of_environment() -> Result<Vec<BackendKind>> {
-    let listed = std::env::var("TILEWISE_BACKEND").unwrap_or_default();
+    let listed = std::env::var_os("TILEWISE_BACKEND").unwrap_or_default();
+    let listed = listed.to_string_lossy();
     let names = listed.split(',').map(str::trim);
     names
         .filter(|name| !name.is_empty())

@@ -98,27 +98,13 @@ fn on_host<T: Element>(
     rows: &mut [Row],
     pool: &rayon::ThreadPool,
 ) -> Result<()> {
-    let d = problem.dims();
-    let tensor = |name: &str, shape: [usize; 4]| -> Result<Vec<T>> {
-        random::normal(args.seed, name, random::count(name, shape)?)
-    };
-    let q_shape = [d.batch, d.num_heads, d.seqlen_q, d.head_dim];
-    let k_shape = [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim];
-    let v_shape = [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim_v];
-    let (q, k, v) = (
-        tensor("q", q_shape)?,
-        tensor("k", k_shape)?,
-        tensor("v", v_shape)?,
-    );
-    let inputs = Inputs::new(
-        TensorView::bhsd(&q, q_shape)?,
-        TensorView::bhsd(&k, k_shape)?,
-        TensorView::bhsd(&v, v_shape)?,
-    );
+    let qkv = random::Qkv::<T>::new(args.seed, problem.dims())?;
+    let inputs = qkv.inputs()?;
     let mut outputs = Outputs::<T>::new(problem)?;
+    let shape = problem.dims().out_shape();
     let mut backward = match args.backward {
         true => Some(Backward {
-            dout: tensor("do", problem.dims().out_shape())?,
+            dout: random::normal(args.seed, "do", random::count("do", shape)?)?,
             gradients: Gradients::filled(problem, &inputs, 0.0)?,
         }),
         false => None,

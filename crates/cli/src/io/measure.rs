@@ -9,8 +9,7 @@ use serde::Serialize;
 use tilewise::core::io_model::Modifiers;
 use tilewise::half::{bf16, f16};
 use tilewise::{
-    Algorithm, Backend, BackendKind, BackwardInputs, DType, Element, Gradients, Inputs, Problem,
-    TensorView,
+    Algorithm, Backend, BackendKind, BackwardInputs, DType, Element, Gradients, Problem, TensorView,
 };
 
 use super::model::Blocks;
@@ -382,22 +381,8 @@ fn call_as<T: Element>(
     algorithm: Algorithm,
 ) -> Result<()> {
     let d = problem.dims();
-    let make = |name: &str, shape: [usize; 4]| -> Result<Vec<T>> {
-        random::normal(0, name, random::count(name, shape)?)
-    };
-    let q_shape = [d.batch, d.num_heads, d.seqlen_q, d.head_dim];
-    let k_shape = [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim];
-    let v_shape = [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim_v];
-    let (q, k, v) = (
-        make("q", q_shape)?,
-        make("k", k_shape)?,
-        make("v", v_shape)?,
-    );
-    let inputs = Inputs::new(
-        TensorView::bhsd(&q, q_shape)?,
-        TensorView::bhsd(&k, k_shape)?,
-        TensorView::bhsd(&v, v_shape)?,
-    );
+    let qkv = random::Qkv::<T>::new(0, d)?;
+    let inputs = qkv.inputs()?;
     let mut outputs = Outputs::<T>::new(problem)?;
     let (out, lse) = outputs.views_mut()?;
     backend.forward(
@@ -408,7 +393,7 @@ fn call_as<T: Element>(
         Some(lse),
     )?;
     if pass == Pass::Backward {
-        let dout = make("do", d.out_shape())?;
+        let dout: Vec<T> = random::normal(0, "do", random::count("do", d.out_shape())?)?;
         let given = BackwardInputs::new(
             inputs,
             outputs.out_view()?,

@@ -209,12 +209,8 @@ fn collect(args: &IoArgs) -> Result<Report> {
 /// The problem of `--shape`.
 fn problem_of_shape(args: &IoArgs) -> Result<Problem> {
     let dims = args.shape.dims;
-    for (tensor, heads, rows, width) in [
-        ("q", dims.num_heads, dims.seqlen_q, dims.head_dim),
-        ("k", dims.num_kv_heads, dims.seqlen_k, dims.head_dim),
-        ("v", dims.num_kv_heads, dims.seqlen_k, dims.head_dim_v),
-    ] {
-        crate::random::count(tensor, [dims.batch, heads, rows, width])?;
+    for (tensor, shape) in crate::random::shapes(&dims) {
+        crate::random::count(tensor, shape)?;
     }
     let options = Options::new().causal(args.shape.causal);
     let options = args.problem.apply(options, dims.num_heads);

@@ -4,7 +4,7 @@ use anyhow::Result;
 use tilewise::core::tolerance::{Judge, RowSample};
 use tilewise::half::{bf16, f16};
 use tilewise::{
-    Algorithm, Alignment, DType, Dims, Element, Inputs, Options, Problem, TensorView, alibi_slopes,
+    Algorithm, Alignment, DType, Dims, Element, Inputs, Options, Problem, alibi_slopes,
 };
 
 use crate::args::select::Lane;
@@ -151,22 +151,8 @@ fn row<T: Element>(
         head_dim,
         head_dim_v,
     };
-    let make = |name: &str, shape: [usize; 4]| -> Result<Vec<T>> {
-        random::normal(6, name, random::count(name, shape)?)
-    };
-    let q_shape = [batch, num_heads, seqlen_q, head_dim];
-    let k_shape = [batch, num_kv_heads, seqlen_k, head_dim];
-    let v_shape = [batch, num_kv_heads, seqlen_k, head_dim_v];
-    let (q, k, v) = (
-        make("q", q_shape)?,
-        make("k", k_shape)?,
-        make("v", v_shape)?,
-    );
-    let inputs = Inputs::new(
-        TensorView::bhsd(&q, q_shape)?,
-        TensorView::bhsd(&k, k_shape)?,
-        TensorView::bhsd(&v, v_shape)?,
-    );
+    let qkv = random::Qkv::<T>::new(6, &dims)?;
+    let inputs = qkv.inputs()?;
     let problem = Problem::new(&inputs, options)?;
     let judge = Judge::new(&problem, &inputs, &RowSample::all(&problem));
     let mut outputs = Outputs::<T>::new(&problem)?;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use tilewise::half::{bf16, f16};
-use tilewise::{BackendKind, DType, Dims, Element, Inputs, Options, Problem, TensorView};
+use tilewise::{BackendKind, DType, Dims, Element, Options, Problem};
 
 use super::{Plan, ReportArgs, correctness};
 use crate::args::select::Lane;
@@ -114,16 +114,8 @@ fn one<T: Element>(
     if lane.kind != BackendKind::Cpu {
         return Ok(Some(workspace));
     }
-    let d = problem.dims();
-    let shape = [d.batch, d.num_heads, d.seqlen_q, d.head_dim];
-    let make =
-        |name: &str| -> Result<Vec<T>> { random::normal(0, name, random::count(name, shape)?) };
-    let (q, k, v) = (make("q")?, make("k")?, make("v")?);
-    let inputs = Inputs::new(
-        TensorView::bhsd(&q, shape)?,
-        TensorView::bhsd(&k, shape)?,
-        TensorView::bhsd(&v, shape)?,
-    );
+    let qkv = random::Qkv::<T>::new(0, problem.dims())?;
+    let inputs = qkv.inputs()?;
     let mut outputs = Outputs::<T>::new(problem)?;
     let (out, lse) = outputs.views_mut()?;
     let (ran, heap) = pool.install(|| {
