@@ -66,14 +66,18 @@ impl Engine {
     /// [`Error::Unavailable`] if the variable names a backend that cannot be used here, or if there
     /// is none at all; [`Error::Option`] if it names nothing known.
     pub fn auto() -> Result<Engine> {
-        match std::env::var(BACKEND_VARIABLE) {
-            Ok(name) if !name.is_empty() => Engine::named(&name),
+        // What is no text is no name either, but it was asked for.
+        match std::env::var_os(BACKEND_VARIABLE) {
+            Some(name) if !name.is_empty() => Engine::named(&name.to_string_lossy()),
             _ => Engine::new(BackendKind::Auto),
         }
     }
 
     /// The backend called `auto`, `cpu`, `cuda` or `cuda:N`. Unlike [`Engine::auto`], the
     /// environment is not asked: an argument goes before it.
+    ///
+    /// # Errors
+    /// [`Error::Option`] if it is none of these; as [`Engine::new`].
     pub fn named(name: &str) -> Result<Engine> {
         Engine::new(name.parse()?)
     }
@@ -193,6 +197,9 @@ impl Engine {
     }
 
     /// [`Engine::forward`] by a given schedule.
+    ///
+    /// # Errors
+    /// As [`Engine::forward`].
     pub fn forward_with<T: Element>(
         &self,
         algorithm: Algorithm,
@@ -324,7 +331,88 @@ impl Engine {
     /// # Errors
     /// [`Error::Unsupported`] if no backend of this engine can stream the problem.
     pub fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>> {
-        let (_, backend, _) = self.choose(problem, Algorithm::Auto)?;
-        backend.begin(problem)
+        let mut last = None;
+        for (kind, backend) in &self.candidates {
+            let supported = backend.supports(problem, Algorithm::Auto);
+            // A backend may attend to more than it can stream, and says so when asked to begin.
+            match supported.and_then(|()| backend.begin(problem)) {
+                Err(error @ Error::Unsupported { .. }) => {
+                    if self.candidates.len() > 1 {
+                        tracing::info!(%kind, %error, "backend passed over");
+                    }
+                    last = Some(error);
+                }
+                begun => return begun,
+            }
+        }
+        Err(last.unwrap_or_else(|| Error::Unavailable {
+            backend: "auto".into(),
+            reason: "no backend".into(),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tilewise_core::{AnyInputs, AnyTensorMut, BackendInfo, DType, Dims};
+
+    use super::*;
+
+    /// Supports everything, and cannot stream.
+    #[derive(Debug)]
+    struct Stateless;
+
+    impl Backend for Stateless {
+        fn info(&self) -> BackendInfo {
+            BackendInfo {
+                name: "stateless".into(),
+                device: "none".into(),
+                details: Vec::new(),
+            }
+        }
+
+        fn supports(&self, _: &Problem, _: Algorithm) -> Result<()> {
+            Ok(())
+        }
+
+        fn workspace_bytes(&self, _: &Problem, _: Algorithm) -> u64 {
+            0
+        }
+
+        fn forward(
+            &self,
+            _: &Problem,
+            _: &AnyInputs<'_>,
+            _: Algorithm,
+            _: AnyTensorMut<'_>,
+            _: Option<TensorViewMut<'_, f32>>,
+        ) -> Result<ForwardReport> {
+            Err(Error::unsupported("stateless", "a forward pass"))
+        }
+
+        fn begin(&self, _: &Problem) -> Result<Box<dyn RunningState>> {
+            Err(Error::unsupported("stateless", "a running state"))
+        }
+    }
+
+    #[cfg(feature = "cpu")]
+    #[test]
+    fn a_state_is_begun_by_the_first_that_can() {
+        let dims = Dims {
+            batch: 1,
+            num_heads: 1,
+            num_kv_heads: 1,
+            seqlen_q: 1,
+            seqlen_k: 1,
+            head_dim: 4,
+            head_dim_v: 4,
+        };
+        let problem = Problem::dense(dims, DType::F32, &Options::new()).unwrap();
+        let mut engine = Engine::with_backend(BackendKind::Auto, Arc::new(Stateless));
+        let error = engine.begin(&problem).err().expect("a state");
+        assert!(error.to_string().contains("a running state"), "{error}");
+        let cpu = Engine::new(BackendKind::Cpu).unwrap();
+        engine.candidates.extend(cpu.candidates);
+        assert_eq!(engine.begin(&problem).unwrap().export().unwrap().m.len(), 1);
     }
 }
