@@ -179,33 +179,10 @@ impl CpuBackend {
         problem: &Problem,
         inputs: &Inputs<'_, T>,
         algorithm: Algorithm,
-        mut out: TensorViewMut<'_, T>,
+        out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<ForwardReport> {
-        // The kernels read through raw pointers, up to where `problem` says: it must be the tensors'.
-        problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
-        check_outputs(problem, &T::erase_mut(out.reborrow()), lse.as_ref())?;
-        let outputs = Outputs::new(out, lse);
-        let call = Call {
-            machinery: self.machinery::<T>(problem, algorithm),
-            problem,
-            inputs,
-            outputs: &outputs,
-            scoring: Scoring::new(problem, false),
-            reserve: &self.reserve,
-        };
-        let algorithm = algorithm.resolve();
-        match algorithm {
-            Algorithm::Standard => standard::forward(&call)?,
-            Algorithm::Fa1 => fa1::forward(&call)?,
-            Algorithm::Fa2 => fa2::forward(&call)?,
-            other => return Err(Error::unsupported("cpu", format!("algorithm {other}"))),
-        }
-        call.write_rows_of_no_sequence();
-        Ok(ForwardReport {
-            algorithm,
-            isa: self.isa.name().into(),
-        })
+        T::forward(self, problem, inputs, algorithm, out, lse)
     }
 
     /// [`Backend::backward`] for one element type.
@@ -223,7 +200,7 @@ impl CpuBackend {
         algorithm: Algorithm,
         gradients: GradientsMut<'_, T>,
     ) -> Result<BackwardReport> {
-        backward::backward(self, problem, inputs, algorithm, gradients)
+        T::backward(self, problem, inputs, algorithm, gradients)
     }
 
     fn workspace<T: CpuElement>(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
@@ -251,6 +228,41 @@ impl CpuBackend {
             }
         }
     }
+}
+
+/// [`CpuBackend::forward_into`], to be compiled once for each type.
+pub(crate) fn forward<T: CpuElement>(
+    backend: &CpuBackend,
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    algorithm: Algorithm,
+    mut out: TensorViewMut<'_, T>,
+    lse: Option<TensorViewMut<'_, f32>>,
+) -> Result<ForwardReport> {
+    // The kernels read through raw pointers, up to where `problem` says: it must be the tensors'.
+    problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
+    check_outputs(problem, &T::erase_mut(out.reborrow()), lse.as_ref())?;
+    let outputs = Outputs::new(out, lse);
+    let call = Call {
+        machinery: backend.machinery::<T>(problem, algorithm),
+        problem,
+        inputs,
+        outputs: &outputs,
+        scoring: Scoring::new(problem, false),
+        reserve: &backend.reserve,
+    };
+    let algorithm = algorithm.resolve();
+    match algorithm {
+        Algorithm::Standard => standard::forward(&call)?,
+        Algorithm::Fa1 => fa1::forward(&call)?,
+        Algorithm::Fa2 => fa2::forward(&call)?,
+        other => return Err(Error::unsupported("cpu", format!("algorithm {other}"))),
+    }
+    call.write_rows_of_no_sequence();
+    Ok(ForwardReport {
+        algorithm,
+        isa: backend.isa.name().into(),
+    })
 }
 
 impl Backend for CpuBackend {

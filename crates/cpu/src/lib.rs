@@ -19,6 +19,7 @@ mod backward;
 mod buffer;
 mod call;
 pub mod ceilings;
+mod compiled;
 mod exp;
 mod head;
 mod isa;

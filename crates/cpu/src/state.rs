@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use num_traits::Float as _;
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
-    Algorithm, AnyKeyBlock, AnyTensorMut, Element, Error, Finished, HostState, Inputs, KeyBlock,
-    OnlineSoftmax, Problem, Result, RunningState, Sequence, TensorViewMut,
+    Algorithm, AnyKeyBlock, AnyTensorMut, Dropout, Element, Error, Finished, HostState, Inputs,
+    KeyBlock, OnlineSoftmax, Problem, Result, RunningState, Sequence, TensorViewMut,
 };
 
 use crate::CpuBackend;
@@ -125,7 +125,8 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
 
     /// # Errors
     /// [`Error::DType`] if the problem is of another element type, [`Error::Unsupported`] for packed
-    /// sequences (stream each sequence by itself), [`Error::OutOfMemory`].
+    /// sequences (stream each sequence by itself) and for dropout by a mask (a block of keys brings
+    /// none), [`Error::OutOfMemory`].
     fn begin(&self, problem: &Problem) -> Result<CpuState<T>> {
         if problem.dtype() != T::DTYPE {
             return Err(Error::DType {
@@ -138,6 +139,12 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
             return Err(Error::unsupported(
                 "cpu",
                 "streaming keys of packed sequences",
+            ));
+        }
+        if let Some(Dropout::Mask { .. }) = problem.options().get_dropout() {
+            return Err(Error::unsupported(
+                "cpu",
+                "streaming keys with dropout by a mask",
             ));
         }
         let machinery = self.backend.machinery::<T>(problem, Algorithm::Fa2);
@@ -158,93 +165,7 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
     }
 
     fn absorb(&self, state: &mut CpuState<T>, block: KeyBlock<'_, T>) -> Result<()> {
-        block.check(&state.problem)?;
-        let state = &*state;
-        let (machinery, dims) = (&state.machinery, state.problem.dims());
-        let shape = &machinery.shape;
-        let keys = block.k.shape()[2];
-        if keys == 0 || dims.num_heads == 0 {
-            return Ok(());
-        }
-        let mut inputs = Inputs::new(block.q, block.k, block.v);
-        inputs.bias = block.bias;
-        inputs.mask = block.mask;
-        let scoring = Scoring::new(&state.problem, true);
-        let group = dims.group();
-        let packed = Packed::<T>::new(shape, keys, self.backend.reserve())?;
-        let tiles = dims.seqlen_q.div_ceil(shape.q_tile);
-        let workers = threads().min(group * tiles);
-        let scratches = (0..workers)
-            .map(|_| {
-                Scratch::new(
-                    shape,
-                    dims.seqlen_q.min(shape.q_tile),
-                    self.backend.reserve(),
-                )
-            })
-            .collect::<Result<Vec<Scratch<T>>>>()?;
-        let scratches = std::sync::Mutex::new(scratches);
-        for sequence in state.problem.sequences() {
-            // The chunk, as a sequence of its own.
-            let chunk = Sequence {
-                k_start: 0,
-                seqlen_k: keys,
-                ..*sequence
-            };
-            for kv_head in 0..dims.num_kv_heads {
-                let key_tiles = machinery.tiles(&(0..keys));
-                in_order(
-                    key_tiles.len(),
-                    threads(),
-                    || (),
-                    |_, (), tile| {
-                        let source = KeySource::new(&inputs, &chunk, kv_head);
-                        // SAFETY: each tile is packed by one item; the room is for `keys` keys.
-                        unsafe { packed.pack(&machinery.kernels, shape, &source, tile..tile + 1) }
-                    },
-                );
-                in_order(
-                    group * tiles,
-                    workers,
-                    || (),
-                    |_, (), item| {
-                        let (n, tile) = (item / tiles, item % tiles);
-                        let first = tile * shape.q_tile;
-                        let rows = first..(first + shape.q_tile).min(dims.seqlen_q);
-                        let head = kv_head * group + n;
-                        let query = Head::new(
-                            &state.problem,
-                            &inputs,
-                            sequence,
-                            head,
-                            scoring,
-                            block.first_key,
-                            0,
-                        );
-                        let lock = || scratches.lock().unwrap_or_else(|e| e.into_inner());
-                        let mut scratch =
-                            lock().pop().expect("one scratch was made for each worker");
-                        // SAFETY: the chunk is packed; each item has rows of its own.
-                        unsafe {
-                            let at = state.head(sequence.q_batch * dims.num_heads + head);
-                            let at = at.row(shape, first);
-                            let source = KeySource::new(&inputs, &chunk, kv_head);
-                            machinery.absorb(
-                                &query,
-                                &source,
-                                &packed,
-                                &rows,
-                                keys,
-                                &mut scratch,
-                                at,
-                            );
-                        }
-                        lock().push(scratch);
-                    },
-                );
-            }
-        }
-        Ok(())
+        T::absorb(&self.backend, state, block)
     }
 
     fn merge(&self, state: &mut CpuState<T>, other: &CpuState<T>) -> Result<()> {
@@ -322,6 +243,86 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
         self.merge_host(&mut state, host)?;
         Ok(state)
     }
+}
+
+/// [`OnlineSoftmax::absorb`], to be compiled once for each type.
+pub(crate) fn absorb<T: CpuElement>(
+    backend: &CpuBackend,
+    state: &mut CpuState<T>,
+    block: KeyBlock<'_, T>,
+) -> Result<()> {
+    block.check(&state.problem)?;
+    let state = &*state;
+    let (machinery, dims) = (&state.machinery, state.problem.dims());
+    let shape = &machinery.shape;
+    let keys = block.k.shape()[2];
+    if keys == 0 || dims.num_heads == 0 {
+        return Ok(());
+    }
+    let mut inputs = Inputs::new(block.q, block.k, block.v);
+    inputs.bias = block.bias;
+    inputs.mask = block.mask;
+    let scoring = Scoring::new(&state.problem, true);
+    let group = dims.group();
+    let packed = Packed::<T>::new(shape, keys, backend.reserve())?;
+    let tiles = dims.seqlen_q.div_ceil(shape.q_tile);
+    let workers = threads().min(group * tiles);
+    let scratches = (0..workers)
+        .map(|_| Scratch::new(shape, dims.seqlen_q.min(shape.q_tile), backend.reserve()))
+        .collect::<Result<Vec<Scratch<T>>>>()?;
+    let scratches = std::sync::Mutex::new(scratches);
+    for sequence in state.problem.sequences() {
+        // The chunk, as a sequence of its own.
+        let chunk = Sequence {
+            k_start: 0,
+            seqlen_k: keys,
+            ..*sequence
+        };
+        for kv_head in 0..dims.num_kv_heads {
+            let key_tiles = machinery.tiles(&(0..keys));
+            in_order(
+                key_tiles.len(),
+                threads(),
+                || (),
+                |_, (), tile| {
+                    let source = KeySource::new(&inputs, &chunk, kv_head);
+                    // SAFETY: each tile is packed by one item; the room is for `keys` keys.
+                    unsafe { packed.pack(&machinery.kernels, shape, &source, tile..tile + 1) }
+                },
+            );
+            in_order(
+                group * tiles,
+                workers,
+                || (),
+                |_, (), item| {
+                    let (n, tile) = (item / tiles, item % tiles);
+                    let first = tile * shape.q_tile;
+                    let rows = first..(first + shape.q_tile).min(dims.seqlen_q);
+                    let head = kv_head * group + n;
+                    let query = Head::new(
+                        &state.problem,
+                        &inputs,
+                        sequence,
+                        head,
+                        scoring,
+                        block.first_key,
+                        0,
+                    );
+                    let lock = || scratches.lock().unwrap_or_else(|e| e.into_inner());
+                    let mut scratch = lock().pop().expect("one scratch was made for each worker");
+                    // SAFETY: the chunk is packed; each item has rows of its own.
+                    unsafe {
+                        let at = state.head(sequence.q_batch * dims.num_heads + head);
+                        let at = at.row(shape, first);
+                        let source = KeySource::new(&inputs, &chunk, kv_head);
+                        machinery.absorb(&query, &source, &packed, &rows, keys, &mut scratch, at);
+                    }
+                    lock().push(scratch);
+                },
+            );
+        }
+    }
+    Ok(())
 }
 
 impl<T: CpuElement> CpuOnline<T> {

@@ -231,6 +231,21 @@ proptest! {
     }
 }
 
+/// A block of keys brings no mask of its own: it would be left out without a word.
+#[test]
+fn dropout_by_a_mask_cannot_be_streamed() {
+    let (q, keep) = ([0.0f32; 8], [0u8; 4]);
+    let view = TensorView::bhsd(&q, [1, 1, 2, 4]).unwrap();
+    let inputs = tilewise_core::Inputs::new(view, view, view)
+        .keep_mask(TensorView::bhsd(&keep, [1, 1, 2, 2]).unwrap());
+    let dropout = tilewise_core::Dropout::Mask { p: 0.5 };
+    let problem = Problem::new(&inputs, &tilewise_core::Options::new().dropout(dropout)).unwrap();
+    let error = Backend::begin(&CpuBackend::new().unwrap(), &problem)
+        .err()
+        .expect("a state");
+    assert!(error.to_string().contains("dropout by a mask"), "{error}");
+}
+
 #[test]
 fn packed_sequences_cannot_be_streamed_and_other_dtypes_neither() {
     let (q, cu) = ([0.0f32; 8], [0, 2]);

@@ -9,6 +9,7 @@ use super::pack::Rows;
 use super::pairs::{self, PairBlock, PairKernels, Pairs};
 use super::{Block, Modifiers, dropout, pack, probe, rows, scores, softmax, weighted};
 use crate::backward::kernel::HasBackwardKernels;
+use crate::compiled::Compiled;
 use crate::isa::Isa;
 use crate::simd::{Convert, Vector, portable};
 #[cfg(target_arch = "x86_64")]
@@ -368,7 +369,7 @@ mod sealed {
 }
 
 /// An element type that this backend has kernels for: f64, f32, f16 and bf16. Sealed.
-pub trait CpuElement: sealed::HasKernels + HasBackwardKernels {}
+pub trait CpuElement: sealed::HasKernels + HasBackwardKernels + Compiled {}
 
 macro_rules! element {
     ($T:ty, $avx512:ty, $avx2:ty, $portable:ty, $pairs:expr) => {
