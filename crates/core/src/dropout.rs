@@ -169,13 +169,7 @@ fn philox_round(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 /// [`Error::OutOfMemory`] if the mask cannot be had, [`Error::Shape`] if `problem` is not the one
 /// that `inputs` pose.
 pub fn keep_mask<T: Element>(problem: &Problem, inputs: &Inputs<'_, T>) -> Result<Option<Vec<u8>>> {
-    if Problem::new(inputs, problem.options())? != *problem {
-        return Err(Error::shape(
-            "problem",
-            "the one that the inputs pose",
-            "another one",
-        ));
-    }
+    problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
     let Some(dropout) = problem.options().get_dropout() else {
         return Ok(None);
     };

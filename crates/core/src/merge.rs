@@ -4,6 +4,7 @@
 //! [`OnlineSoftmax::merge`](crate::OnlineSoftmax::merge) applies to it (Dao et al. 2022, section
 //! 3.1; "split-KV" or "ring" attention).
 
+use crate::allocate::allocate;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::view::{TensorView, TensorViewMut};
@@ -26,6 +27,9 @@ impl<'a, T> Part<'a, T> {
 }
 
 /// Joins two parts; see [`merge_parts`].
+///
+/// # Errors
+/// Those of [`merge_parts`].
 pub fn merge_outputs<T: Element>(
     a: Part<'_, T>,
     b: Part<'_, T>,
@@ -41,7 +45,7 @@ pub fn merge_outputs<T: Element>(
 /// that no part saw gives 0 and −∞; a row with an L of NaN or +∞ gives NaN.
 ///
 /// # Errors
-/// [`Error::Shape`] if a part does not have the shapes of `out` and `lse`.
+/// [`Error::Shape`] if a part does not have the shapes of `out` and `lse`; [`Error::OutOfMemory`].
 pub fn merge_parts<T: Element>(
     parts: &[Part<'_, T>],
     mut out: TensorViewMut<'_, T>,
@@ -57,7 +61,9 @@ pub fn merge_parts<T: Element>(
     if let Some(lse) = &lse {
         Error::expect_shape("lse", lse.shape(), lse_shape)?;
     }
-    let mut sum = vec![0.0; width];
+    // Of no rows the width says nothing: it need not be one that memory can have.
+    let rows = !lse_shape.contains(&0);
+    let mut sum = allocate(&[if rows { width } else { 0 }], "a row of out", 0.0)?;
     for b in 0..batch {
         for h in 0..heads {
             for i in 0..seqlen_q {

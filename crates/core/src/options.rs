@@ -161,6 +161,9 @@ impl Options {
 
     /// Checks what needs no shapes: the scale is finite, the cap finite and above 0, slopes and
     /// sinks are numbers, a share dropped is below 1.
+    ///
+    /// # Errors
+    /// [`Error::Option`], naming the first that is outside its domain.
     pub fn validate(&self) -> Result<()> {
         if let Some(scale) = self.softmax_scale
             && !scale.is_finite()

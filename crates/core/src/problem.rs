@@ -85,6 +85,8 @@ impl Problem {
     /// # Errors
     /// [`Error::Shape`], [`Error::Heads`], [`Error::Lengths`], [`Error::Table`] or
     /// [`Error::Option`]: everything that does not fit is found here, before any computation.
+    /// [`Error::Unsupported`] for packed sequences with a block table, [`Error::OutOfMemory`] for more sequences than can
+    /// be listed.
     pub fn new<T: Element>(inputs: &Inputs<'_, T>, options: &Options) -> Result<Problem> {
         options.validate()?;
         let [batch, num_heads, seqlen_q, head_dim] = inputs.q.shape();
@@ -191,6 +193,10 @@ impl Problem {
 
     /// A problem without packing, bias or mask, from its sizes: for planning and for states that
     /// keys are streamed through.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::Heads`] or [`Error::Option`], as of [`Problem::new`]; [`Error::OutOfMemory`] for more
+    /// sequences than can be listed.
     pub fn dense(dims: Dims, dtype: DType, options: &Options) -> Result<Problem> {
         options.validate()?;
         if let Some(Dropout::Mask { .. }) = options.get_dropout() {

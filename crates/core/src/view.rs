@@ -83,13 +83,19 @@ pub struct TensorView<'a, T> {
 }
 
 impl<'a, T: Copy> TensorView<'a, T> {
-    /// Row-major `[batch, heads, seqlen, head_dim]`. `data` must hold at least that many elements.
+    /// Row-major `[batch, heads, seqlen, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::View`] if `data` holds fewer elements.
     pub fn bhsd(data: &'a [T], shape: [usize; 4]) -> Result<Self> {
         Self::from_strides(data, shape, packed_strides(shape, BHSD), 0)
     }
 
     /// Row-major `[batch, seqlen, heads, head_dim]` in memory. `shape` is given in the order of the
     /// view, `[batch, heads, seqlen, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::View`] if `data` holds fewer elements.
     pub fn bshd(data: &'a [T], shape: [usize; 4]) -> Result<Self> {
         Self::from_strides(data, shape, packed_strides(shape, BSHD), 0)
     }
@@ -266,16 +272,25 @@ pub struct TensorViewMut<'a, T> {
 
 impl<'a, T: Copy> TensorViewMut<'a, T> {
     /// Row-major `[batch, heads, seqlen, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::View`] if `data` holds fewer elements.
     pub fn bhsd(data: &'a mut [T], shape: [usize; 4]) -> Result<Self> {
         Self::from_strides(data, shape, packed_strides(shape, BHSD), 0)
     }
 
     /// Row-major `[batch, seqlen, heads, head_dim]` in memory; `shape` in the order of the view.
+    ///
+    /// # Errors
+    /// [`Error::View`] if `data` holds fewer elements.
     pub fn bshd(data: &'a mut [T], shape: [usize; 4]) -> Result<Self> {
         Self::from_strides(data, shape, packed_strides(shape, BSHD), 0)
     }
 
     /// Row-major `[batch, heads, seqlen]`, as lse is: a view whose last axis is 1.
+    ///
+    /// # Errors
+    /// [`Error::View`] if `data` holds fewer elements.
     pub fn bhs(data: &'a mut [T], shape: [usize; 3]) -> Result<Self> {
         Self::bhsd(data, [shape[0], shape[1], shape[2], 1])
     }

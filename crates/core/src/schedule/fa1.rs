@@ -43,7 +43,10 @@ pub fn fa1_block_sizes(on_chip_elements: usize, head_dim: usize) -> BlockSizes {
 
 /// out and lse of `problem`, with tiles of `sizes`.
 ///
-/// Shapes, every element written, and errors are those of [`fa2::forward`](super::fa2::forward).
+/// Shapes, and that every element is written, are those of [`fa2::forward`](super::fa2::forward).
+///
+/// # Errors
+/// Those of [`fa2::forward`](super::fa2::forward).
 pub fn forward<T: Element>(
     problem: &Problem,
     inputs: &Inputs<'_, T>,

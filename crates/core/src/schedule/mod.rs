@@ -145,13 +145,7 @@ fn prepare<'o, T: Element>(
     lse: Option<TensorViewMut<'o, f32>>,
 ) -> Result<(Gathered<T>, Outputs<'o, T>)> {
     let mut outputs = Outputs { out, lse };
-    if Problem::new(inputs, problem.options())? != *problem {
-        return Err(Error::shape(
-            "problem",
-            "the one that the inputs pose",
-            "another one",
-        ));
-    }
+    problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
     check_outputs(
         problem,
         &T::erase_mut(outputs.out.reborrow()),

@@ -59,6 +59,20 @@ fn a_part_that_is_no_number_spoils_its_row() {
     assert!(out[0].is_nan() && out[1] == 2.0 && lse == 2f32.ln());
 }
 
+/// Views without an element may have any width.
+#[test]
+fn of_no_rows_nothing_is_made() {
+    let (nothing, lse): ([f32; 0], [f32; 0]) = ([], []);
+    let shape = [0, 1, 1, usize::MAX];
+    let part = Part {
+        out: TensorView::bhsd(&nothing, shape).unwrap(),
+        lse: TensorView::bhsd(&lse, [0, 1, 1, 1]).unwrap(),
+    };
+    let mut out = [0f32; 0];
+    let out = TensorViewMut::bhsd(&mut out, shape).unwrap();
+    merge_outputs(part, part, out, None).unwrap();
+}
+
 #[test]
 fn shapes_that_do_not_fit_are_named() {
     let (a, b, lse) = ([0f32; 4], [0f32; 2], [0f32; 2]);

@@ -23,7 +23,7 @@ use super::{BlockSizes, transfer};
 use crate::algorithm::Algorithm;
 use crate::backward::{BackwardInputs, GradientsMut};
 use crate::dtype::Element;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::inputs::Inputs;
 use crate::observe::{GradientFinish, NoObserver, Observer, Operation, Tensor};
 use crate::paged::{Gathered, gather};
@@ -63,13 +63,7 @@ fn prepare<T: Element>(
     inputs: &BackwardInputs<'_, T>,
     gradients: &mut GradientsMut<'_, T>,
 ) -> Result<Gathered<T>> {
-    if inputs.problem(problem.options())? != *problem {
-        return Err(Error::shape(
-            "problem",
-            "the one that the inputs pose",
-            "another one",
-        ));
-    }
+    problem.expect_posed(&inputs.problem(problem.options())?)?;
     gradients.check(problem, &inputs.inputs)?;
     gradients.dq.fill(T::default());
     gradients.dk.fill(T::default());
