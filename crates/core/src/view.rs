@@ -47,6 +47,18 @@ fn check_inside(
     }
 }
 
+/// The strides, with 0 in place of those that nobody steps along and that lead out of the memory: any are allowed there, and
+/// who multiplies with them must not overflow.
+fn tame(shape: [usize; 4], mut strides: [isize; 4], len: usize) -> [isize; 4] {
+    let empty = shape.contains(&0);
+    for (stride, dim) in strides.iter_mut().zip(shape) {
+        if (empty || dim == 1) && stride.unsigned_abs() > len {
+            *stride = 0;
+        }
+    }
+    strides
+}
+
 /// Whether the number of elements fits a `usize`: strides of 0 can describe any shape.
 fn countable(shape: [usize; 4]) -> bool {
     shape
@@ -115,7 +127,7 @@ impl<'a, T: Copy> TensorView<'a, T> {
             data,
             offset,
             shape,
-            strides,
+            strides: tame(shape, strides, data.len()),
         })
     }
 
@@ -124,7 +136,8 @@ impl<'a, T: Copy> TensorView<'a, T> {
         self.shape
     }
 
-    /// Distance of neighbours along each axis, in elements.
+    /// Distance of neighbours along each axis, in elements. Along an axis without neighbours, what was given, or 0 if that
+    /// led out of the memory.
     pub fn strides(&self) -> [isize; 4] {
         self.strides
     }
@@ -335,6 +348,7 @@ impl<'a, T: Copy> TensorViewMut<'a, T> {
                 covered += stride as i128 * (dim as i128 - 1);
             }
         }
+        let strides = tame(shape, strides, data.len());
         Ok(TensorViewMut {
             data,
             offset,
@@ -348,7 +362,8 @@ impl<'a, T: Copy> TensorViewMut<'a, T> {
         self.shape
     }
 
-    /// Distance of neighbours along each axis, in elements.
+    /// Distance of neighbours along each axis, in elements. Along an axis without neighbours, what was given, or 0 if that
+    /// led out of the memory.
     pub fn strides(&self) -> [isize; 4] {
         self.strides
     }
@@ -438,6 +453,21 @@ mod tests {
         let wide = one.broadcast_to([2, 3, 4, 5]).unwrap();
         assert_eq!(wide.at([1, 2, 3, 4]), 0.0);
         assert!(reversed.broadcast_to([1, 1, 2, 5]).is_err());
+    }
+
+    /// numpy and others leave anything where there is nothing to step to.
+    #[test]
+    fn strides_that_nobody_steps_along_are_tame() {
+        let mut data = [0f32; 8];
+        let strides = [isize::MIN, isize::MAX, 4, 1];
+        let view = TensorView::from_strides(&data, [1, 1, 2, 4], strides, 0).unwrap();
+        assert_eq!(view.strides(), [0, 0, 4, 1]);
+        let bhsd = TensorView::bhsd(&data, [1, 1, 2, 4]).unwrap();
+        assert_eq!(bhsd.strides(), [8, 8, 4, 1]);
+        let view = TensorViewMut::from_strides(&mut data, [1, 1, 2, 4], strides, 0).unwrap();
+        assert_eq!(view.strides(), [0, 0, 4, 1]);
+        let none = TensorView::from_strides(&[0f32; 0], [3, 0, 2, 4], [isize::MAX; 4], 7).unwrap();
+        assert_eq!(none.strides(), [0; 4]);
     }
 
     #[test]

@@ -49,8 +49,13 @@ impl<T: Element> CpuState<T> {
         self.machinery.shape.padded(self.problem.dims().seqlen_q)
     }
 
+    /// Heads that have rows, counted through the batch: without rows there may be more than can be gone through.
     fn heads(&self) -> usize {
-        self.problem.dims().batch * self.problem.dims().num_heads
+        let dims = self.problem.dims();
+        match dims.seqlen_q {
+            0 => 0,
+            _ => dims.batch * dims.num_heads,
+        }
     }
 
     /// The state of a head, counted through the batch.
