@@ -36,7 +36,7 @@ pub struct RowFacts {
     /// as much, with P as large as such an error could make it.
     pub abs_scores: f64,
     /// What roundings in the accumulator may change in out: the largest of
-    /// min(2, u_acc · ([`C1`](crate::C1) + [`C2`](crate::C2) · the key's own magnitude as above)) ·
+    /// min(2, u_acc · ([`C1`](crate::tolerance::C1) + [`C2`](crate::tolerance::C2) · the key's own magnitude as above)) ·
     /// max(|v|, |out|) over live keys, each counted min(1, n·P) times, likewise. Errors of weights
     /// move out by Σ P ε (v − out), which is at most a small multiple of this.
     pub out_error: f64,
