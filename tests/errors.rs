@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use tilewise::{
-    Algorithm, BlockTable, DType, Dims, Engine, Error, ErrorClass, Inputs, Options, Problem,
-    TensorView, TensorViewMut,
+    Algorithm, BlockTable, DType, Dims, Engine, Error, ErrorClass, HostState, Inputs, Options,
+    Problem, TensorView, TensorViewMut,
 };
 
 const B: usize = 2;
@@ -230,6 +230,24 @@ fn sizes_that_cannot_be_multiplied() {
         .err()
         .expect("a state of 2^45 rows was made");
     assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    let error = HostState::empty([1 << 20, 1 << 20, 1], 8).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    // A state's shape is the caller's word: compared, not multiplied.
+    let dims = Dims {
+        batch: 1,
+        num_heads: 1,
+        num_kv_heads: 1,
+        seqlen_q: 1,
+        seqlen_k: 1,
+        head_dim: 8,
+        head_dim_v: 8,
+    };
+    let problem = Problem::dense(dims, DType::F32, &Options::new()).unwrap();
+    let mut state = Engine::named("cpu").unwrap().begin(&problem).unwrap();
+    let mut foreign = state.export().unwrap();
+    foreign.shape = [usize::MAX; 3];
+    let error = state.merge(&foreign).unwrap_err();
+    assert!(error.to_string().starts_with("state: "), "{error}");
 }
 
 #[test]

@@ -110,7 +110,7 @@ fn partition<T: Element>(case: &Case, cuts: &[usize], order: u64) -> Result<(), 
         // begin is the identity of merge, from either side.
         let dims = case.dims();
         state
-            .merge(&HostState::empty(dims.lse_shape(), dims.head_dim_v))
+            .merge(&HostState::empty(dims.lse_shape(), dims.head_dim_v).unwrap())
             .unwrap();
         let mut whole = engine.begin(&problem).unwrap();
         whole.merge(&state.export().unwrap()).unwrap();

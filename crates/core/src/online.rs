@@ -13,6 +13,7 @@
 
 use std::ops::Range;
 
+use crate::allocate::allocate;
 use crate::dtype::Element;
 use crate::error::{Error, Result};
 use crate::problem::Problem;
@@ -76,15 +77,22 @@ pub struct HostState {
 
 impl HostState {
     /// The state of rows that saw no key.
-    pub fn empty(shape: [usize; 3], head_dim_v: usize) -> Self {
-        let rows = shape.iter().product();
-        HostState {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn empty(shape: [usize; 3], head_dim_v: usize) -> Result<Self> {
+        let [batch, heads, seqlen_q] = shape;
+        Ok(HostState {
             shape,
             head_dim_v,
-            m: vec![f64::NEG_INFINITY; rows],
-            l: vec![0.0; rows],
-            acc: vec![0.0; rows * head_dim_v],
-        }
+            m: allocate(&shape, "row maxima", f64::NEG_INFINITY)?,
+            l: allocate(&shape, "denominators", 0.0)?,
+            acc: allocate(
+                &[batch, heads, seqlen_q, head_dim_v],
+                "unnormalised outputs",
+                0.0,
+            )?,
+        })
     }
 
     /// Checks that the arrays have the sizes that `problem` asks for.
@@ -93,7 +101,6 @@ impl HostState {
     /// [`Error::Shape`] naming `state`.
     pub fn check(&self, problem: &Problem) -> Result<()> {
         let dims = problem.dims();
-        let rows: usize = self.shape.iter().product();
         if self.shape != dims.lse_shape() || self.head_dim_v != dims.head_dim_v {
             return Err(Error::shape(
                 "state",
@@ -101,6 +108,8 @@ impl HostState {
                 format!("{:?} × {}", self.shape, self.head_dim_v),
             ));
         }
+        // Those of a problem can be multiplied.
+        let rows: usize = self.shape.iter().product();
         if self.m.len() != rows || self.l.len() != rows || self.acc.len() != rows * self.head_dim_v
         {
             return Err(Error::shape(

@@ -227,7 +227,7 @@ impl<T: CpuElement> OnlineSoftmax for CpuOnline<T> {
 
     fn export(&self, state: &CpuState<T>) -> Result<HostState> {
         let dims = state.problem.dims();
-        let mut host = HostState::empty(dims.lse_shape(), dims.head_dim_v);
+        let mut host = HostState::empty(dims.lse_shape(), dims.head_dim_v)?;
         state.rows(|index, kept| {
             // SAFETY: `rows` yields states of existing rows.
             unsafe {

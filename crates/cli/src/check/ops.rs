@@ -122,7 +122,7 @@ fn merge_states(parts: &Parts, lane: &OpenLane) -> tilewise::Result<(Vec<f32>, V
     let problem = Problem::dense(dims, f32::DTYPE, &Options::new())?;
     let mut state = lane.backend.begin(&problem)?;
     for (o, lse) in parts.o.iter().zip(&parts.lse) {
-        let mut part = HostState::empty(parts.lse_shape(), head_dim_v);
+        let mut part = HostState::empty(parts.lse_shape(), head_dim_v)?;
         for (row, &l) in lse.iter().enumerate() {
             // A row that saw no key is the empty state, whatever its output holds.
             if l == f32::NEG_INFINITY {
