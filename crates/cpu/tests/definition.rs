@@ -3,9 +3,10 @@
 mod common;
 
 use proptest::prelude::*;
+use tilewise_testkit::cases;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
+    #![proptest_config(cases(256))]
 
     #[test]
     fn every_kernel_equals_the_definition(case in common::any_case()) {

@@ -11,7 +11,7 @@ use tilewise_core::{
     Problem, keep_mask,
 };
 use tilewise_cpu::{CpuBackend, CpuElement};
-use tilewise_testkit::{Case, Judged, Setting, Sizes, case};
+use tilewise_testkit::{Case, Judged, Setting, Sizes, case, cases};
 
 /// A case with the results of the backend's forward pass.
 fn setting<T: CpuElement>(case: &Case) -> Setting<T> {
@@ -83,7 +83,7 @@ fn check<T: CpuElement>(case: &Case) -> Result<(), TestCaseError> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(96))]
+    #![proptest_config(cases(96))]
 
     #[test]
     fn every_kernel_equals_the_definition(case in common::any_case()) {

@@ -11,7 +11,7 @@ use tilewise_core::{
     TensorView, TensorViewMut,
 };
 use tilewise_cpu::{CpuBackend, CpuElement, CpuState};
-use tilewise_testkit::{Case, Data, Noise, Sequences};
+use tilewise_testkit::{Case, Data, Noise, Sequences, cases};
 
 /// Bits, so that NaN equals itself.
 fn bits<T: CpuElement>(out: &[T]) -> Vec<u64> {
@@ -202,7 +202,7 @@ macro_rules! in_dtype {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(cases(64))]
 
     #[test]
     fn bits_do_not_depend_on_threads(case in any_case()) {

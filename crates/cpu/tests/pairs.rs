@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use tilewise_core::half::bf16;
 use tilewise_core::{Algorithm, DType, Inputs, Judge, Options, Problem, RowSample, TensorView};
 use tilewise_cpu::{CpuBackend, Isa};
-use tilewise_testkit::{Case, Sizes, case};
+use tilewise_testkit::{Case, Sizes, case, cases};
 
 /// Problems with more rows than the schedule for few of them takes.
 fn many_rows() -> impl Strategy<Value = Case> {
@@ -29,9 +29,7 @@ fn few_keys() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(
-        std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(64)
-    ))]
+    #![proptest_config(cases(64))]
 
     #[test]
     fn products_of_pairs_equal_the_definition(case in many_rows()) {

@@ -13,7 +13,7 @@ use tilewise_core::{
     Algorithm, BlockSizes, DType, Dims, Element, Gradients, Inputs, NoObserver, Options, Problem,
     TensorViewMut,
 };
-use tilewise_testkit::{Case, Sequences, Setting, Sizes, case};
+use tilewise_testkit::{Case, Sequences, Setting, Sizes, case, cases};
 
 fn counted<T: Element>(
     algorithm: Algorithm,
@@ -102,7 +102,7 @@ fn check_backward<T: Element>(case: &Case) -> TestCaseResult {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1024))]
+    #![proptest_config(cases(1024))]
 
     /// Dense, used lengths, packed and paged; causal and windows; bias and mask broadcast over any axes.
     #[test]
