@@ -610,6 +610,8 @@ fn what_a_pass_does_not_say_is_noted() {
         vacuous.contains("the bound is as large as the outputs"),
         "{vacuous}"
     );
+    let needed = error(&with(&["--ignore", "q"]));
+    assert!(needed.contains("--ignore q"), "{needed}");
     let lse_alone = stdout(&with(&["--ignore", "o"]), 0);
     assert!(
         lse_alone.contains("lse of the file is not compared"),

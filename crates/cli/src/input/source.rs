@@ -68,18 +68,17 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
+    /// Whether the tensor is to be left aside.
+    fn ignored(&self, tensor: &str) -> bool {
+        self.args.read.ignore.iter().any(|name| name == tensor)
+    }
+
     /// The tensor, if a file holds it and it is not to be left aside.
     ///
     /// # Errors
     /// If it cannot be read, or was given a name that the file does not hold.
     pub(super) fn optional(&self, tensor: &str) -> Result<Option<Tensor<'_>>> {
-        if self
-            .args
-            .read
-            .ignore
-            .iter()
-            .any(|ignored| ignored == tensor)
-        {
+        if self.ignored(tensor) {
             return Ok(None);
         }
         if let Some((_, file)) = self.single.iter().find(|(known, _)| known == tensor) {
@@ -98,6 +97,9 @@ impl<'a> Source<'a> {
 
     /// The tensor, which must be there.
     pub(super) fn required(&self, tensor: &str) -> Result<Tensor<'_>> {
+        if self.ignored(tensor) {
+            bail!("--ignore {tensor}: attention needs it");
+        }
         if let Some(found) = self.optional(tensor)? {
             return Ok(found);
         }
