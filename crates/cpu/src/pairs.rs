@@ -11,7 +11,7 @@ use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::pairs::pack::{ODD_KEY, ODD_VALUE};
 use crate::kernel::pairs::{CHUNK, COLUMNS, DEPTH, MOST_ROWS, PairBlock, PairKernels, ROW_STRIDE};
-use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, MAX_ROWS, Modifiers, s_stride};
 use crate::packed::KeySource;
 use crate::shape::{Shape, blocks_of};
 use crate::tile::{Machinery, TileState};
@@ -266,7 +266,7 @@ impl<T: Element> PairTile<'_, T> {
                         v_panel: 0,
                         lo: low,
                         hi: high,
-                        live: [(0, 0); MAX_MR],
+                        live: [(0, 0); MAX_ROWS],
                         s: self.scratch.strip.at(),
                         acc,
                         m,
@@ -331,7 +331,7 @@ impl<T: Element> PairTile<'_, T> {
                 // Blocks of the other kernels note fewer rows' keys.
                 for row in (0..block.rows).step_by(MAX_MR) {
                     let rows = (block.rows - row).min(MAX_MR);
-                    let mut live = [(0, 0); MAX_MR];
+                    let mut live = [(0, 0); MAX_ROWS];
                     live[..rows].copy_from_slice(&pairs.live[row..row + rows]);
                     let some = Block {
                         rows,

@@ -9,7 +9,7 @@ use crate::buffer::{Buffer, Reserve};
 use crate::head::Head;
 use crate::kernel::pack::Rows;
 use crate::kernel::table::Kernels;
-use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, MAX_ROWS, Modifiers, s_stride};
 use crate::packed::{KeySource, Packed};
 use crate::pairs::{PairScratch, PairTile};
 use crate::shape::Shape;
@@ -206,7 +206,7 @@ impl<T: Element> Machinery<T> {
             .len()
             .div_ceil(shape.row_blocks[shape.row_blocks.len() - 1]);
         for (number, (first, n, mr)) in shape.blocks(rows.len()).enumerate() {
-            let mut live = [(0, 0); MAX_MR];
+            let mut live = [(0, 0); MAX_ROWS];
             let (mut low, mut high) = (usize::MAX, 0);
             for (slot, &(lo, hi)) in live.iter_mut().zip(&scratch.live[first..first + n]) {
                 let lo = lo.clamp(from, from + shape.key_tile) - from;

@@ -8,7 +8,7 @@ use crate::isa::Isa;
 use crate::kernel::pack::Rows;
 use crate::kernel::pairs::{CHUNK, COLUMNS, DEPTH, MOST_ROWS, PairBlock, PairKernels, ROW_STRIDE};
 use crate::kernel::table::{CpuElement, Kernels, TileKernels};
-use crate::kernel::{Ahead, Block, MAX_MR, s_stride};
+use crate::kernel::{Ahead, Block, MAX_ROWS, s_stride};
 use crate::simd::MAX_LANES;
 
 /// The largest row block of an instruction set against `keys` keys, packed.
@@ -86,7 +86,7 @@ impl<T: CpuElement> TileBench<T> {
             v_panel: keys * kernels.tile.nr,
             lo: 0,
             hi: keys,
-            live: [(0, keys); MAX_MR],
+            live: [(0, keys); MAX_ROWS],
             s: s.at(),
             acc: acc.at(),
             m: m.at(),

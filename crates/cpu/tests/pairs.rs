@@ -11,7 +11,16 @@ use tilewise_testkit::{Case, Sizes, case, cases};
 /// Problems with more rows than the schedule for few of them takes.
 fn many_rows() -> impl Strategy<Value = Case> {
     let sizes = Sizes {
-        seqlen_q: prop_oneof![3 => 33usize..70, 1 => 190usize..230].boxed(),
+        seqlen_q: prop_oneof![3 => 65usize..86, 1 => 190usize..230].boxed(),
+        ..Sizes::of_tiles()
+    };
+    case(&sizes)
+}
+
+/// Problems that the schedule for few rows takes.
+fn few_rows() -> impl Strategy<Value = Case> {
+    let sizes = Sizes {
+        seqlen_q: (1usize..17).boxed(),
         ..Sizes::of_tiles()
     };
     case(&sizes)
@@ -37,12 +46,18 @@ proptest! {
     }
 
     #[test]
+    fn products_of_pairs_of_few_rows_equal_the_definition(case in few_rows()) {
+        common::check_any(&Case { dtype: DType::BF16, ..case })?;
+    }
+
+    #[test]
     fn rounded_weights_of_few_keys_stay_within_the_tolerance(case in few_keys()) {
         common::check_any(&Case { dtype: DType::BF16, group: 3, ..case })?;
     }
 }
 
-const SHAPE: [usize; 4] = [1, 2, 72, 40];
+/// More rows than the schedule for few of them takes.
+const SHAPE: [usize; 4] = [1, 2, 136, 40];
 
 /// Tensors of [`SHAPE`] as they go into a call.
 struct Tensors {
@@ -196,15 +211,102 @@ fn bits_depend_neither_on_threads_nor_on_the_rows_that_are_there() {
             let again = pool.install(|| tensors.run(&backend, &Options::new()));
             assert_eq!((bits(&out), &lse), (bits(&again.0), &again.1));
         }
-        // Rows 30 to 70 by themselves.
+        // Rows 3 to 135 by themselves.
         let inputs = tensors.inputs();
-        let some = Inputs::new(inputs.q.narrow(2, 30..70), inputs.k, inputs.v);
+        let some = Inputs::new(inputs.q.narrow(2, 3..135), inputs.k, inputs.v);
         let problem = Problem::new(&some, &Options::new()).unwrap();
         let (part, _) = common::run(&backend, &problem, &some, Algorithm::Fa2);
         for head in 0..2 {
-            let all = &out[at(head, 30)..at(head, 70)];
+            let all = &out[at(head, 3)..at(head, 135)];
             let part = &part[head * all.len()..(head + 1) * all.len()];
             assert_eq!(bits(all), bits(part), "{}", backend.isa());
+        }
+    }
+}
+
+/// The rows `rows` of [`SHAPE`] by themselves, against the definition.
+fn few(
+    backend: &CpuBackend,
+    tensors: &Tensors,
+    options: &Options,
+    rows: std::ops::Range<usize>,
+) -> (Vec<bf16>, Vec<f32>) {
+    let inputs = tensors.inputs();
+    let inputs = Inputs::new(inputs.q.narrow(2, rows), inputs.k, inputs.v);
+    let problem = Problem::new(&inputs, options).unwrap();
+    let (out, lse) = common::run(backend, &problem, &inputs, Algorithm::Fa2);
+    let [b, h, s] = problem.dims().lse_shape();
+    let verdict = Judge::new(&problem, &inputs, &RowSample::all(&problem))
+        .compare(
+            &TensorView::bhsd(&out, problem.dims().out_shape()).unwrap(),
+            Some(&TensorView::bhsd(&lse, [b, h, s, 1]).unwrap()),
+        )
+        .unwrap();
+    assert!(verdict.pass, "{}: {verdict:?}", backend.isa());
+    (out, lse)
+}
+
+#[test]
+fn odd_queries_among_few_are_as_defined_and_change_no_other_row() {
+    for backend in common::backends() {
+        let options = Options::new();
+        let clean = few(&backend, &Tensors::new(), &options, 30..46);
+        for (n, &odd) in ODD.iter().enumerate() {
+            let mut tensors = Tensors::new();
+            tensors.q[at(0, 30 + n) + n] = bf16::from_f32(odd);
+            let (out, lse) = few(&backend, &tensors, &options, 30..46);
+            for row in (0..2 * 16).filter(|&row| row != n) {
+                let part = row * SHAPE[3]..(row + 1) * SHAPE[3];
+                assert_eq!(bits(&out[part.clone()]), bits(&clean.0[part]));
+                assert_eq!(lse[row], clean.1[row]);
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_keys_and_values_change_none_of_few_rows_that_do_not_see_them() {
+    for backend in common::backends() {
+        let options = Options::new().causal(true);
+        let clean = few(&backend, &Tensors::new(), &options, SHAPE[2] - 13..SHAPE[2]);
+        for &odd in &ODD {
+            for (in_k, in_v) in [(true, false), (false, true)] {
+                let mut tensors = Tensors::new();
+                // An even key and an odd one, which stand in different halves of pairs; seen from rows
+                // 5 and 8 on.
+                for (head, key) in [(0, SHAPE[2] - 8), (1, SHAPE[2] - 5)] {
+                    if in_k {
+                        tensors.k[at(head, key) + 7] = bf16::from_f32(odd);
+                    }
+                    if in_v {
+                        tensors.v[at(head, key) + 9] = bf16::from_f32(odd);
+                    }
+                }
+                let (out, lse) = few(&backend, &tensors, &options, SHAPE[2] - 13..SHAPE[2]);
+                for row in (0..5).chain(13..13 + 8) {
+                    let part = row * SHAPE[3]..(row + 1) * SHAPE[3];
+                    assert_eq!(
+                        bits(&out[part.clone()]),
+                        bits(&clean.0[part]),
+                        "{} {row} {odd}",
+                        backend.isa()
+                    );
+                    assert_eq!(lse[row], clean.1[row]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn values_of_few_rows_that_are_all_tiny_or_huge_are_as_defined() {
+    for backend in common::backends() {
+        for scale in [0.0, 1e-36f32, 1e-39, 1e-13, 1e30, 2e37] {
+            let mut tensors = Tensors::new();
+            for x in &mut tensors.v {
+                *x = bf16::from_f32(x.to_f32() * scale);
+            }
+            few(&backend, &tensors, &Options::new(), 20..27);
         }
     }
 }

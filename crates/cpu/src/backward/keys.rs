@@ -14,7 +14,7 @@ use crate::call::KvHead;
 use crate::head::{Head, rows_of};
 use crate::kernel::pack::Rows;
 use crate::kernel::pairs::DEPTH;
-use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, Plane, max_key_tile, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, MAX_ROWS, Modifiers, Plane, max_key_tile, s_stride};
 use crate::simd::MAX_LANES;
 
 /// The most rows of a tile.
@@ -269,7 +269,7 @@ impl<T: Element> Call<'_, T> {
         [first, n, mr]: [usize; 3],
         room: &KeyRoom<T>,
     ) -> Option<Scoring<T>> {
-        let mut live = [(0, 0); MAX_MR];
+        let mut live = [(0, 0); MAX_ROWS];
         let (low, high) = step.live(first, &mut live[..n])?;
         let Step { head, tile, .. } = *step;
         let shape = &self.sizes.shape;

@@ -24,7 +24,7 @@ use crate::kernel::dropout::Dropping;
 use crate::kernel::pairs::{
     CHUNK, COLUMNS, DEPTH, MOST_ROWS as MOST_BLOCK, PairBlock, PairKernels, Product, ROW_STRIDE,
 };
-use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, s_stride};
+use crate::kernel::{Ahead, Block, MAX_MR, MAX_ROWS, Modifiers, s_stride};
 use crate::shape::blocks_of;
 use odd::{add, apart, nothing_else};
 
@@ -129,7 +129,7 @@ impl<T: Element> Call<'_, T> {
                     v_panel: 0,
                     lo,
                     hi,
-                    live: [(0, 0); MAX_MR],
+                    live: [(0, 0); MAX_ROWS],
                     s: room.p().add(first * s_stride::<T::Acc>()),
                     acc: std::ptr::null_mut(),
                     m: std::ptr::null_mut(),
@@ -287,7 +287,7 @@ impl<T: Element> Call<'_, T> {
     ) {
         for row in (0..pairs.block.rows).step_by(MAX_MR) {
             let rows = (pairs.block.rows - row).min(MAX_MR);
-            let mut live = [(0, 0); MAX_MR];
+            let mut live = [(0, 0); MAX_ROWS];
             live[..rows].copy_from_slice(&pairs.live[row..row + rows]);
             // SAFETY: the caller's promise.
             unsafe {

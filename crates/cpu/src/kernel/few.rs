@@ -13,7 +13,7 @@ use std::hint::black_box;
 use tilewise_core::Element;
 
 use super::pack::chunk;
-use super::{Block, s_stride};
+use super::{Block, s_stride, spread};
 use crate::simd::{Convert, MAX_LANES, Vector, prefetch_far};
 
 /// Keys whose values all columns are taken of before the next: they stay in L1 between columns.
@@ -45,13 +45,13 @@ pub(crate) struct Unpacked<T: Element> {
 
 /// [`BYTES_AHEAD`] in keys of `len` elements.
 #[inline(always)]
-fn keys_ahead<T>(len: usize) -> usize {
+pub(crate) fn keys_ahead<T>(len: usize) -> usize {
     BYTES_AHEAD / (len * size_of::<T>()).max(64)
 }
 
 /// Asks for the cache lines of `len` elements.
 #[inline(always)]
-fn ask_for<T>(at: *const T, len: usize) {
+pub(crate) fn ask_for<T>(at: *const T, len: usize) {
     for element in (0..len).step_by(64 / size_of::<T>()) {
         prefetch_far(at.wrapping_add(element));
     }
@@ -76,6 +76,11 @@ pub(crate) unsafe fn products<T: Element, V: Convert<T> + Vector<E = T::Acc>>(
     block: &Block<V::E>,
     unpacked: &Unpacked<T>,
 ) {
+    if V::SAME {
+        // SAFETY: the caller's promise.
+        unsafe { spread::products::<T, spread::Elements<V>>(block, unpacked) }
+        return;
+    }
     let mut key = block.lo;
     while key < block.hi {
         let end = (key + V::LANES).min(block.hi);

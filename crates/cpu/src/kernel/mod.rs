@@ -13,6 +13,7 @@ pub(crate) mod probe;
 pub(crate) mod rows;
 pub(crate) mod scores;
 pub(crate) mod softmax;
+pub(crate) mod spread;
 pub(crate) mod table;
 pub(crate) mod turned;
 pub(crate) mod weighted;
@@ -41,6 +42,9 @@ pub(crate) const fn max_key_tile<E>() -> usize {
 
 /// The most rows of a register block of any binding.
 pub(crate) const MAX_MR: usize = 12;
+
+/// The most rows of a block: where queries are few, so many are taken together.
+pub(crate) const MAX_ROWS: usize = 16;
 
 /// What happens to q·k before the softmax, for the rows and keys of one block. Without it the
 /// strip holds raw dot products and the scale is folded into [`Block::c`].
@@ -112,7 +116,7 @@ pub(crate) struct Block<A> {
     pub(crate) lo: usize,
     pub(crate) hi: usize,
     /// What each row sees of them.
-    pub(crate) live: [(usize, usize); MAX_MR],
+    pub(crate) live: [(usize, usize); MAX_ROWS],
     /// The strip, `[mr][s_stride]`.
     pub(crate) s: *mut A,
     /// Õ, `[mr][width]`.

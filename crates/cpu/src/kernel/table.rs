@@ -6,8 +6,10 @@ use tilewise_core::{DType, Element};
 
 use super::few::{self, Unpacked};
 use super::pack::Rows;
+use super::pairs::few::FewPairs;
 use super::pairs::{self, PairBlock, PairKernels, Pairs};
-use super::{Block, Modifiers, dropout, pack, probe, rows, scores, softmax, weighted};
+use super::spread::{self, Place};
+use super::{Block, Modifiers, Plane, dropout, pack, probe, rows, scores, softmax, weighted};
 use crate::backward::kernel::HasBackwardKernels;
 use crate::compiled::Compiled;
 use crate::isa::Isa;
@@ -65,6 +67,8 @@ pub(crate) struct Kernels<T: Element> {
     pub(crate) few_products: unsafe fn(&Block<T::Acc>, &Unpacked<T>),
     /// [`few::weighted_values`].
     pub(crate) few_weighted: unsafe fn(&Block<T::Acc>, &Unpacked<T>),
+    /// Whether `few_products` takes queries spread over lanes, see [`Place`].
+    pub(crate) spread: bool,
     /// How many elements those two widen with even and odd ones apart, or 0; see [`few::place`].
     pub(crate) interleaved: usize,
     /// [`scores::modify`].
@@ -243,6 +247,7 @@ macro_rules! table {
             panels,
             few_products,
             few_weighted,
+            spread: <V as Convert<T>>::SAME,
             interleaved: if <V as Convert<T>>::INTERLEAVED {
                 2 * <V as Vector>::LANES
             } else {
@@ -257,7 +262,7 @@ macro_rules! table {
 
 /// The kernels of bf16 that multiply pairs as `$D` does.
 macro_rules! pair_table {
-    ($D:ty, $features:tt) => {{
+    ($D:ty, $features:tt, $few:expr) => {{
         type D = $D;
         type V = <$D as Pairs>::V;
         type T = bf16;
@@ -305,8 +310,40 @@ macro_rules! pair_table {
             softmax,
             round,
             weighted,
+            few: $few,
             probe,
             flops_a_round: (pairs::CHAINS * <D as Pairs>::PROBE_FLOPS) as f64,
+        })
+    }};
+}
+
+/// Those for few rows.
+macro_rules! few_pairs {
+    ($D:ty, $features:tt) => {{
+        type D = $D;
+        type V = <$D as Pairs>::V;
+        type T = bf16;
+        thin! { $features
+            query(from: Plane<T>, len: usize, negate: bool, place: Place, to: *mut f32) -> bool = {
+                let from = Plane { at: from.at.cast::<u16>(), row: from.row, key: from.key };
+                pairs::few::query(from, len, negate, place, to)
+            };
+            products(block: &Block<f32>, unpacked: &Unpacked<T>) =
+                spread::products::<T, D>(block, unpacked);
+            round(block: &Block<f32>) = pairs::few::round::<D>(block);
+            weighted(block: &Block<f32>, unpacked: &Unpacked<T>) =
+                pairs::few::weighted_values::<T, D>(block, unpacked);
+            trusted(block: &Block<f32>) -> bool = pairs::few::trusted::<V>(block);
+            is_odd(at: *const T, len: usize) -> bool = pairs::few::is_odd_value(at.cast(), len);
+        }
+        Some(FewPairs {
+            query,
+            products,
+            round,
+            weighted,
+            trusted,
+            is_odd,
+            interleaved: 2 * <V as Vector>::LANES,
         })
     }};
 }
@@ -317,14 +354,23 @@ fn pairs_of_bf16(isa: Isa) -> Option<PairKernels<bf16>> {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         Isa::Amx => pair_table!(
             pairs::amx::Amx,
-            ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"]
+            ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"],
+            None
         ),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => pair_table!(
             pairs::dot512::Dot512,
-            ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"]
+            ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"],
+            few_pairs!(
+                pairs::dot512::Dot512,
+                ["avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"]
+            )
         ),
-        Isa::AmxEmulated => pair_table!(pairs::emulated::Emulated, []),
+        Isa::AmxEmulated => pair_table!(
+            pairs::emulated::Emulated,
+            [],
+            few_pairs!(pairs::emulated::Emulated, [])
+        ),
         _ => None,
     }
 }

@@ -1,10 +1,10 @@
 //! Few queries (decoding): FlashAttention-2 with its keys split, the heads of a group as rows of one
 //! block, keys and values read once, from where they lie.
 //!
-//! The keys are cut at absolute positions that follow from seqlen_k alone, each part has a state of
-//! its own, and whoever finishes a head's last part joins them in order: bits depend neither on
-//! the number of threads nor on who was first. ("Split-K", or flash decoding: Dao, Haziza, Massa and
-//! Sizov 2023.)
+//! The keys are cut at absolute positions that follow from seqlen_k and the number of rows alone, each
+//! part has a state of its own, and whoever finishes a head's last part joins them in order: bits
+//! depend neither on the number of threads nor on who was first. ("Split-K", or flash decoding: Dao,
+//! Haziza, Massa and Sizov 2023.)
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -16,18 +16,27 @@ use tilewise_core::{Element, Float, Result};
 use crate::buffer::Buffer;
 use crate::call::{Call, KvHead};
 use crate::head::Head;
-use crate::kernel::few::{Unpacked, place};
-use crate::kernel::{Ahead, Block, MAX_MR, Modifiers, max_key_tile, s_stride};
+use crate::kernel::few::{self, Unpacked};
+use crate::kernel::pairs::few::FewPairs;
+use crate::kernel::spread::Place;
+use crate::kernel::table::Kernels;
+use crate::kernel::{Ahead, Block, MAX_ROWS, Modifiers, Plane, max_key_tile, s_stride};
 use crate::packed::KeySource;
 use crate::parallel::{in_order, threads};
 use crate::shape::Shape;
-use crate::tile::TileState;
+use crate::tile::{Machinery, TileState};
 
-/// Rows of a group up to which this schedule is the faster one.
-pub(crate) const MOST_ROWS: usize = 32;
+/// Rows of a group up to which this schedule is the faster one, where q is spread over lanes.
+pub(crate) const MOST_ROWS: usize = 64;
+
+/// Likewise where keys are widened for every four rows again.
+const MOST_ROWS_WIDENED: usize = 32;
 
 /// Keys of a part: enough to make up for the joining, few enough to give all threads work.
 const KEYS_A_PART: usize = 512;
+
+/// Keys of a part for each of its rows, where that is more.
+const KEYS_A_ROW: usize = 16;
 
 /// Parts of the longest sequences, which have longer ones instead.
 const MOST_PARTS: usize = 128;
@@ -35,15 +44,24 @@ const MOST_PARTS: usize = 128;
 /// Whether the rows of `at` are few, and its keys such that they can be read in place.
 pub(crate) fn is_for<T: Element>(call: &Call<'_, T>, at: KvHead) -> bool {
     let rows = call.problem.dims().group() * call.problem.sequences()[at.sequence].seqlen_q;
-    rows <= MOST_ROWS && call.source(at).is_contiguous(&call.machinery.shape)
+    let kernels = &call.machinery.kernels;
+    let most = match kernels.spread || few_pairs(kernels).is_some() {
+        true => MOST_ROWS,
+        false => MOST_ROWS_WIDENED,
+    };
+    rows <= most && call.source(at).is_contiguous(&call.machinery.shape)
 }
 
-/// Keys of each part of a sequence but the last.
-fn part_keys<A>(keys: usize) -> usize {
-    let part = keys
-        .div_ceil(MOST_PARTS)
-        .next_multiple_of(max_key_tile::<A>());
-    part.max(KEYS_A_PART)
+/// What few rows are multiplied with, if products take pairs.
+fn few_pairs<T: Element>(kernels: &Kernels<T>) -> Option<FewPairs<T>> {
+    kernels.pairs.and_then(|pairs| pairs.few)
+}
+
+/// Keys of each part of a sequence but the last, for `rows` rows: more where states are larger, which
+/// are written and joined.
+fn part_keys<A>(keys: usize, rows: usize) -> usize {
+    let part = keys.div_ceil(MOST_PARTS).max(KEYS_A_ROW * rows);
+    part.next_multiple_of(max_key_tile::<A>()).max(KEYS_A_PART)
 }
 
 /// One part of one head.
@@ -60,6 +78,8 @@ struct Scratch<T: Element> {
     /// Queries of a group, and Õ as it was before a tile.
     q: Buffer<T::Acc>,
     saved: Buffer<T::Acc>,
+    /// 1 for each query of the group whose scores are made apart.
+    odd: Buffer<u8>,
 }
 
 /// Memory besides inputs and outputs, for `rows` rows a group.
@@ -69,10 +89,11 @@ pub(crate) fn workspace_bytes<T: Element>(
     rows: usize,
     keys: usize,
 ) -> u64 {
-    let parts = keys.div_ceil(part_keys::<T::Acc>(keys)).max(1) * heads;
+    let parts = keys.div_ceil(part_keys::<T::Acc>(keys, rows)).max(1) * heads;
     let states = parts * rows * (shape.width + 2);
-    let q = rows * shape.head_dim.next_multiple_of(crate::simd::MAX_LANES);
-    let scratch = threads() * (q + rows * shape.width + MAX_MR * s_stride::<T::Acc>());
+    let q =
+        rows.next_multiple_of(MAX_ROWS) * shape.head_dim.next_multiple_of(crate::simd::MAX_LANES);
+    let scratch = threads() * (q + rows * shape.width + MAX_ROWS * s_stride::<T::Acc>());
     ((states + scratch) * size_of::<T::Acc>() + parts * size_of::<Part>() + heads * 64) as u64
 }
 
@@ -88,7 +109,7 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>, heads: &[KvHead]) -> Resul
     for (head, at) in heads.iter().enumerate() {
         let sequence = &call.problem.sequences()[at.sequence];
         let seen = call.problem.mask_rule(sequence).keys(0..sequence.seqlen_q);
-        let step = part_keys::<T::Acc>(sequence.seqlen_k);
+        let step = part_keys::<T::Acc>(sequence.seqlen_k, rows_of(at));
         let before = parts.len();
         firsts.push(before);
         // A head that sees nothing still has rows to write: one part without keys.
@@ -126,9 +147,13 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>, heads: &[KvHead]) -> Resul
     let scratches = (0..workers)
         .map(|_| {
             Ok(Scratch {
-                strip: Buffer::new(MAX_MR * s_stride::<T::Acc>(), "scores of a tile")?,
-                q: Buffer::new(most_rows * q_stride, "queries of a group")?,
-                saved: Buffer::new(MAX_MR * shape.width, "state of a tile")?,
+                strip: Buffer::new(MAX_ROWS * s_stride::<T::Acc>(), "scores of a tile")?,
+                q: Buffer::new(
+                    most_rows.next_multiple_of(MAX_ROWS) * q_stride,
+                    "queries of a group",
+                )?,
+                saved: Buffer::new(MAX_ROWS * shape.width, "state of a tile")?,
+                odd: Buffer::new(most_rows, "marks of queries")?,
             })
         })
         .collect::<Result<Vec<Scratch<T>>>>()?;
@@ -205,33 +230,72 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
         state: TileState<T::Acc>,
     ) {
         let shape = &self.call.machinery.shape;
-        let interleaved = self.call.machinery.kernels.interleaved;
         let zero = <T::Acc as Element>::from_f64(0.0);
         // SAFETY: the caller's promise; queries of the group exist, and q has room for them.
         unsafe {
             std::slice::from_raw_parts_mut(state.m, self.rows()).fill(T::Acc::neg_infinity());
             std::slice::from_raw_parts_mut(state.l, self.rows()).fill(zero);
             std::slice::from_raw_parts_mut(state.acc, self.rows() * shape.width).fill(zero);
+            // Zeros where there is no element.
+            let words = self.rows().next_multiple_of(MAX_ROWS) * q_stride;
+            std::slice::from_raw_parts_mut(scratch.q.at(), words).fill(zero);
+            std::slice::from_raw_parts_mut(scratch.odd.at(), self.rows()).fill(0);
             for n in 0..self.heads {
                 let head = self.head(n);
                 for i in 0..self.seqlen_q {
-                    let to = scratch.q.at().add((n * self.seqlen_q + i) * q_stride);
-                    let from = head.q.moved(i, 0);
-                    for d in 0..shape.head_dim {
-                        let x = from.at.wrapping_offset(d as isize * from.key).read();
-                        let to = to.add(place(d, shape.head_dim, interleaved));
-                        to.write(x.to_acc() * head.scoring.sign);
-                    }
+                    self.take_query(
+                        n * self.seqlen_q + i,
+                        head.q.moved(i, 0),
+                        &head,
+                        scratch,
+                        q_stride,
+                    );
                 }
             }
         }
         let tile = max_key_tile::<T::Acc>();
         for first in (keys.start / tile * tile..keys.end).step_by(tile) {
             let within = first.max(keys.start)..(first + tile).min(keys.end);
-            for row in (0..self.rows()).step_by(MAX_MR) {
-                let rows = row..(row + MAX_MR).min(self.rows());
+            for row in (0..self.rows()).step_by(MAX_ROWS) {
+                let rows = row..(row + MAX_ROWS).min(self.rows());
                 // SAFETY: as above.
                 unsafe { self.absorb_tile(rows, first, &within, q_stride, scratch, state) }
+            }
+        }
+    }
+
+    /// Puts the query of row `row` where the products look for it.
+    ///
+    /// # Safety
+    /// As [`Self::absorb`].
+    unsafe fn take_query(
+        &self,
+        row: usize,
+        from: Plane<T>,
+        head: &Head<T>,
+        scratch: &mut Scratch<T>,
+        q_stride: usize,
+    ) {
+        let Machinery { kernels, shape } = &self.call.machinery;
+        let (first, within) = (row - row % MAX_ROWS, row % MAX_ROWS);
+        let rows = (self.rows() - first).min(MAX_ROWS);
+        let place = Place::new(within, rows, q_stride, kernels.tile.lanes);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = scratch.q.at().add(first * q_stride);
+            if let Some(few) = few_pairs(kernels) {
+                let negate = head.scoring.sign < <T::Acc as Element>::from_f64(0.0);
+                let is_odd = (few.query)(from, shape.head_dim, negate, place, to);
+                scratch.odd.at().add(row).write(u8::from(is_odd));
+                return;
+            }
+            for d in 0..shape.head_dim {
+                let at = match kernels.spread {
+                    true => place.of(d, 1).0,
+                    false => within * q_stride + few::place(d, shape.head_dim, kernels.interleaved),
+                };
+                let x = from.at.wrapping_offset(d as isize * from.key).read();
+                to.add(at).write(x.to_acc() * head.scoring.sign);
             }
         }
     }
@@ -252,7 +316,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
         let (kernels, shape) = (&self.call.machinery.kernels, &self.call.machinery.shape);
         let rule = self.head(0).rule;
         let (from, to) = (keys.start, keys.end);
-        let mut live = [(0, 0); MAX_MR];
+        let mut live = [(0, 0); MAX_ROWS];
         let (mut low, mut high) = (usize::MAX, 0);
         for (row, slot) in rows.clone().zip(&mut live) {
             let seen = rule.row(row % self.seqlen_q);
@@ -291,29 +355,99 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                 careful: false,
                 ahead: Ahead::NONE,
             };
-            self.scores(&rows, first, &block, q_stride);
+            self.scores(&rows, first, &block, q_stride, scratch);
             (kernels.tile.online)(&block);
             self.drop_out(&rows, first, &block);
             let elements = rows.len() * shape.width;
             std::ptr::copy_nonoverlapping(at.acc, scratch.saved.at(), elements);
-            self.each_run(first, &block, q_stride, |run, unpacked| {
-                (kernels.few_weighted)(run, unpacked);
-            });
-            if (kernels.tile.all_finite)(elements, at.acc) {
-                return;
+            let few = few_pairs(kernels);
+            if let Some(few) = &few {
+                (few.round)(&block);
+                self.each_run(first, &block, q_stride, |run, unpacked| {
+                    (few.weighted)(run, unpacked);
+                });
+                if (few.trusted)(&block) {
+                    return;
+                }
+            } else {
+                self.each_run(first, &block, q_stride, |run, unpacked| {
+                    (kernels.few_weighted)(run, unpacked);
+                });
+                if (kernels.tile.all_finite)(elements, at.acc) {
+                    return;
+                }
             }
-            // Some value is NaN or infinite, or will be. Again, leaving out what is hidden: P anew,
-            // such that 0 means hidden, from the maxima that are known.
+            // Some value is NaN or infinite, or will be, or too small for the instructions. Again, leaving
+            // out what is hidden: P anew, such that 0 means hidden, from the maxima that are known.
             std::ptr::copy_nonoverlapping(scratch.saved.at(), at.acc, elements);
-            let mut unused = [<T::Acc as Element>::from_f64(0.0); MAX_MR];
+            let mut unused = [<T::Acc as Element>::from_f64(0.0); MAX_ROWS];
             block.careful = true;
             block.l = unused.as_mut_ptr();
-            self.scores(&rows, first, &block, q_stride);
+            self.scores(&rows, first, &block, q_stride, scratch);
             (kernels.tile.exponentiate)(&block);
             self.drop_out(&rows, first, &block);
-            self.each_run(first, &block, q_stride, |run, unpacked| {
-                Self::weighted_by_element(run, unpacked, kernels.interleaved);
+            self.weighted_apart(first, &block, q_stride);
+        }
+    }
+
+    /// Õ += P v, values that are NaN, infinite or odd by element: the others by the kernels as always, to
+    /// the bits that rows have which do not see such values. P holds f32.
+    ///
+    /// # Safety
+    /// As [`Self::absorb`].
+    unsafe fn weighted_apart(&self, first: usize, block: &Block<T::Acc>, q_stride: usize) {
+        let Machinery { kernels, shape } = &self.call.machinery;
+        let few = few_pairs(kernels);
+        // SAFETY: the caller's promise; keys of the block exist.
+        unsafe {
+            let mut odd = [false; max_key_tile::<f32>()];
+            for (key, odd) in odd.iter_mut().enumerate().take(block.hi).skip(block.lo) {
+                let v = self.source.value(first + key).0;
+                *odd = match &few {
+                    Some(few) => (few.is_odd)(v, shape.head_dim_v),
+                    None => (0..shape.head_dim_v)
+                        .any(|d| !v.wrapping_add(d).read().to_acc().is_finite()),
+                };
+            }
+            let interleaved = self.interleaved();
+            self.each_run_of(first, block, q_stride, (&odd, true), |run, unpacked| {
+                Self::weighted_by_element(run, unpacked, interleaved);
             });
+            if let Some(few) = &few {
+                (few.round)(block);
+            }
+            let weighted = few.map_or(kernels.few_weighted, |few| few.weighted);
+            self.each_run_of(first, block, q_stride, (&odd, false), |run, unpacked| {
+                weighted(run, unpacked);
+            });
+        }
+    }
+
+    /// Of [`few::place`], in Õ.
+    fn interleaved(&self) -> usize {
+        let kernels = &self.call.machinery.kernels;
+        few_pairs(kernels).map_or(kernels.interleaved, |few| few.interleaved)
+    }
+
+    /// [`Self::each_run`] of the keys whose mark is as given.
+    fn each_run_of(
+        &self,
+        first: usize,
+        block: &Block<T::Acc>,
+        q_stride: usize,
+        (marks, mark): (&[bool], bool),
+        step: impl Fn(&Block<T::Acc>, &Unpacked<T>),
+    ) {
+        let mut key = block.lo;
+        while key < block.hi {
+            let lo = key;
+            while key < block.hi && marks[key] == marks[lo] {
+                key += 1;
+            }
+            if marks[lo] == mark {
+                let hi = key;
+                self.each_run(first, &Block { lo, hi, ..*block }, q_stride, &step);
+            }
         }
     }
 
@@ -362,13 +496,16 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
         first: usize,
         block: &Block<T::Acc>,
         q_stride: usize,
+        scratch: &Scratch<T>,
     ) {
         let kernels = &self.call.machinery.kernels;
         // SAFETY: the caller's promise.
         unsafe {
+            let products = few_pairs(kernels).map_or(kernels.few_products, |few| few.products);
             self.each_run(first, block, q_stride, |run, unpacked| {
-                (kernels.few_products)(run, unpacked);
+                products(run, unpacked);
             });
+            self.odd_scores(rows, first, block, scratch);
             // Each head has modifiers of its own.
             for n in rows.start / self.seqlen_q..rows.end.div_ceil(self.seqlen_q) {
                 let Some(modifiers) = self.head(n).modifiers else {
@@ -388,6 +525,39 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
         }
     }
 
+    /// Scores of odd queries.
+    ///
+    /// # Safety
+    /// As [`Self::absorb`].
+    unsafe fn odd_scores(
+        &self,
+        rows: &Range<usize>,
+        first: usize,
+        block: &Block<T::Acc>,
+        scratch: &Scratch<T>,
+    ) {
+        for row in rows.clone() {
+            // SAFETY: the caller's promise: rows and keys of the block exist.
+            unsafe {
+                if scratch.odd.at().add(row).read() == 0 {
+                    continue;
+                }
+                let head = self.head(row / self.seqlen_q);
+                let q = head.q.moved(row % self.seqlen_q, 0);
+                for key in block.lo..block.hi {
+                    let (k, step) = self.source.key(first + key);
+                    let mut score = <T::Acc as Element>::from_f64(0.0);
+                    for d in 0..block.head_dim as isize {
+                        let q = q.at.wrapping_offset(d * q.key).read().to_acc();
+                        score += q * k.wrapping_offset(d * step).read().to_acc();
+                    }
+                    let row = (row - rows.start) * s_stride::<T::Acc>();
+                    block.s.add(row + key).write(score * head.scoring.sign);
+                }
+            }
+        }
+    }
+
     /// Dropout of the block's weights, each head's by its own positions.
     ///
     /// # Safety
@@ -400,7 +570,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
             let from = rows.start.max(n * self.seqlen_q);
             let to = rows.end.min((n + 1) * self.seqlen_q);
             let skipped = from - rows.start;
-            let mut live = [(0, 0); MAX_MR];
+            let mut live = [(0, 0); MAX_ROWS];
             live[..to - from].copy_from_slice(&block.live[skipped..][..to - from]);
             let part = Block {
                 rows: to - from,
@@ -437,7 +607,7 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
                         continue;
                     }
                     for column in 0..unpacked.head_dim_v {
-                        let at = place(column, unpacked.head_dim_v, interleaved);
+                        let at = few::place(column, unpacked.head_dim_v, interleaved);
                         let acc = block.acc.add(row * block.width + at);
                         let v = unpacked.v.wrapping_offset(key as isize * unpacked.v_step);
                         let v = v.add(column).read().to_acc();
@@ -475,14 +645,15 @@ impl<'a, 'c, T: Element> Group<'a, 'c, T> {
     unsafe fn finish(&self, state: TileState<T::Acc>, room: *mut T::Acc) {
         let machinery = &self.call.machinery;
         let (width, len) = (machinery.shape.width, machinery.shape.head_dim_v);
-        if machinery.kernels.interleaved != 0 {
+        let interleaved = self.interleaved();
+        if interleaved != 0 {
             for row in 0..self.rows() {
                 // SAFETY: the caller's promise; places of `len` elements are below `len`.
                 unsafe {
                     let acc = state.acc.add(row * width);
                     std::ptr::copy_nonoverlapping(acc, room, len);
                     for column in 0..len {
-                        let from = room.add(place(column, len, machinery.kernels.interleaved));
+                        let from = room.add(few::place(column, len, interleaved));
                         acc.add(column).write(from.read());
                     }
                 }

@@ -176,6 +176,18 @@ unsafe impl Vector for F32x8 {
             }
         })
     }
+    #[inline(always)]
+    unsafe fn repeat(from: *const f32, count: usize) -> Self {
+        isa!(F32x8(match count {
+            1 => _mm256_set1_ps(from.read_unaligned()),
+            2 => _mm256_castpd_ps(_mm256_set1_pd(from.cast::<f64>().read_unaligned())),
+            4 => {
+                let four = _mm_loadu_ps(from);
+                _mm256_set_m128(four, four)
+            }
+            _ => _mm256_loadu_ps(from),
+        }))
+    }
 }
 
 // SAFETY: the unaligned 256-bit loads and stores touch exactly 4 f64.
@@ -306,10 +318,22 @@ unsafe impl Vector for F64x4 {
             rows[3] = F64x4(_mm256_permute2f128_pd::<0x31>(b, d));
         })
     }
+    #[inline(always)]
+    unsafe fn repeat(from: *const f64, count: usize) -> Self {
+        isa!(F64x4(match count {
+            1 => _mm256_set1_pd(from.read_unaligned()),
+            2 => {
+                let two = _mm_loadu_pd(from);
+                _mm256_set_m128d(two, two)
+            }
+            _ => _mm256_loadu_pd(from),
+        }))
+    }
 }
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f64> for F64x4 {
+    const SAME: bool = true;
     #[inline(always)]
     unsafe fn load_from(from: *const f64) -> Self {
         isa!(Self::load(from))
@@ -322,6 +346,7 @@ unsafe impl Convert<f64> for F64x4 {
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f32> for F32x8 {
+    const SAME: bool = true;
     #[inline(always)]
     unsafe fn load_from(from: *const f32) -> Self {
         isa!(Self::load(from))

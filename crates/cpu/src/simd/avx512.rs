@@ -52,7 +52,27 @@ impl F32x16 {
         self.0
     }
 
-    /// The reverse.
+    /// Block b of 128 bits of each of four registers into register b.
+    ///
+    /// # Safety
+    /// The processor has AVX-512.
+    #[inline(always)]
+    unsafe fn blocks(u: [__m512; 4]) -> [Self; 4] {
+        isa!({
+            let a = _mm512_shuffle_f32x4::<0x88>(u[0], u[1]);
+            let b = _mm512_shuffle_f32x4::<0xdd>(u[0], u[1]);
+            let c = _mm512_shuffle_f32x4::<0x88>(u[2], u[3]);
+            let d = _mm512_shuffle_f32x4::<0xdd>(u[2], u[3]);
+            [
+                F32x16(_mm512_shuffle_f32x4::<0x88>(a, c)),
+                F32x16(_mm512_shuffle_f32x4::<0x88>(b, d)),
+                F32x16(_mm512_shuffle_f32x4::<0xdd>(a, c)),
+                F32x16(_mm512_shuffle_f32x4::<0xdd>(b, d)),
+            ]
+        })
+    }
+
+    /// The reverse of [`Self::register`].
     #[inline(always)]
     pub(crate) fn from_register(register: __m512) -> Self {
         F32x16(register)
@@ -237,6 +257,78 @@ unsafe impl Vector for F32x16 {
             }
         })
     }
+    #[inline(always)]
+    unsafe fn repeat(from: *const f32, count: usize) -> Self {
+        isa!(F32x16(match count {
+            1 => _mm512_set1_ps(from.read_unaligned()),
+            2 => _mm512_castpd_ps(_mm512_set1_pd(from.cast::<f64>().read_unaligned())),
+            4 => _mm512_broadcast_f32x4(_mm_loadu_ps(from)),
+            8 => _mm512_broadcast_f32x8(_mm256_loadu_ps(from)),
+            _ => _mm512_loadu_ps(from),
+        }))
+    }
+    #[inline(always)]
+    unsafe fn group_sums(rows: &mut [Self; MAX_LANES], len: usize) {
+        isa!({
+            // As in `transpose`, with neighbours added up on the way.
+            let pd = |x| _mm512_castps_pd(x);
+            let ps = |x| _mm512_castpd_ps(x);
+            match len {
+                1 => Self::transpose(rows),
+                2 => {
+                    let mut t = [_mm512_setzero_ps(); 8];
+                    for (i, t) in t.iter_mut().enumerate() {
+                        let (a, b) = (rows[2 * i].0, rows[2 * i + 1].0);
+                        *t = _mm512_add_ps(
+                            _mm512_shuffle_ps::<0x88>(a, b),
+                            _mm512_shuffle_ps::<0xdd>(a, b),
+                        );
+                    }
+                    // Of a pair of groups that shared a block, the first and the second.
+                    let (mut first, mut second) =
+                        ([_mm512_setzero_ps(); 4], [_mm512_setzero_ps(); 4]);
+                    for i in 0..4 {
+                        first[i] = _mm512_shuffle_ps::<0x88>(t[2 * i], t[2 * i + 1]);
+                        second[i] = _mm512_shuffle_ps::<0xdd>(t[2 * i], t[2 * i + 1]);
+                    }
+                    let (first, second) = (Self::blocks(first), Self::blocks(second));
+                    for i in 0..4 {
+                        rows[2 * i] = first[i];
+                        rows[2 * i + 1] = second[i];
+                    }
+                }
+                4 | 8 => {
+                    let mut u = [_mm512_setzero_ps(); 4];
+                    for (i, u) in u.iter_mut().enumerate() {
+                        let mut t = [_mm512_setzero_ps(); 2];
+                        for (j, t) in t.iter_mut().enumerate() {
+                            let (a, b) = (rows[4 * i + 2 * j].0, rows[4 * i + 2 * j + 1].0);
+                            *t = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                        }
+                        let (a, b) = (pd(t[0]), pd(t[1]));
+                        *u = _mm512_add_ps(
+                            ps(_mm512_unpacklo_pd(a, b)),
+                            ps(_mm512_unpackhi_pd(a, b)),
+                        );
+                    }
+                    if len == 4 {
+                        rows[..4].copy_from_slice(&Self::blocks(u));
+                        return;
+                    }
+                    let mut halves = [_mm512_setzero_ps(); 2];
+                    for (i, half) in halves.iter_mut().enumerate() {
+                        let (a, b) = (u[2 * i], u[2 * i + 1]);
+                        let even = _mm512_shuffle_f32x4::<0x88>(a, b);
+                        *half = _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xdd>(a, b));
+                    }
+                    let [a, b] = halves;
+                    rows[0] = F32x16(_mm512_shuffle_f32x4::<0x88>(a, b));
+                    rows[1] = F32x16(_mm512_shuffle_f32x4::<0xdd>(a, b));
+                }
+                _ => rows[0] = Self::sums(rows),
+            }
+        })
+    }
 }
 
 // SAFETY: the unaligned 512-bit loads and stores touch exactly 8 f64.
@@ -377,10 +469,20 @@ unsafe impl Vector for F64x8 {
             }
         })
     }
+    #[inline(always)]
+    unsafe fn repeat(from: *const f64, count: usize) -> Self {
+        isa!(F64x8(match count {
+            1 => _mm512_set1_pd(from.read_unaligned()),
+            2 => _mm512_broadcast_f64x2(_mm_loadu_pd(from)),
+            4 => _mm512_broadcast_f64x4(_mm256_loadu_pd(from)),
+            _ => _mm512_loadu_pd(from),
+        }))
+    }
 }
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f64> for F64x8 {
+    const SAME: bool = true;
     #[inline(always)]
     unsafe fn load_from(from: *const f64) -> Self {
         isa!(Self::load(from))
@@ -393,6 +495,7 @@ unsafe impl Convert<f64> for F64x8 {
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f32> for F32x16 {
+    const SAME: bool = true;
     #[inline(always)]
     unsafe fn load_from(from: *const f32) -> Self {
         isa!(Self::load(from))

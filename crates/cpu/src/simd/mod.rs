@@ -111,6 +111,38 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn sums(rows: &[Self; MAX_LANES]) -> Self;
     /// Transposes the square that `LANES` registers are: `rows` has that many.
     unsafe fn transpose(rows: &mut [Self; MAX_LANES]);
+    /// Lane n holds element n mod `count`; `count` divides `LANES`. No alignment is asked for.
+    #[inline(always)]
+    unsafe fn repeat(from: *const Self::E, count: usize) -> Self {
+        let mut lanes = [Self::E::from_f64(0.0); MAX_LANES];
+        // SAFETY: the caller vouches for `count` elements behind `from`.
+        unsafe {
+            for (lane, slot) in lanes.iter_mut().take(Self::LANES).enumerate() {
+                *slot = from.add(lane % count).read_unaligned();
+            }
+            Self::load(lanes.as_ptr())
+        }
+    }
+    /// Takes each of `LANES` registers for groups of `len` neighbours: lane n of register g becomes
+    /// the sum of group g of register n, every one summed up in the same order.
+    #[inline(always)]
+    unsafe fn group_sums(rows: &mut [Self; MAX_LANES], len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if len == Self::LANES {
+                rows[0] = Self::sums(rows);
+                return;
+            }
+            Self::transpose(rows);
+            for group in 0..Self::LANES / len {
+                let mut sum = rows[group * len];
+                for n in 1..len {
+                    sum = sum.add(rows[group * len + n]);
+                }
+                rows[group] = sum;
+            }
+        }
+    }
 }
 
 /// Asks for the cache line at `at`, which need not be readable.
@@ -145,6 +177,8 @@ pub(crate) fn prefetch_far<T>(at: *const T) {
 /// # Safety
 /// As [`Vector`]: exactly `LANES` consecutive elements are touched.
 pub(crate) unsafe trait Convert<T: Element>: Vector {
+    /// Whether T is the lane type.
+    const SAME: bool = false;
     /// Whether [`Self::load_two`] sets even and odd elements apart.
     const INTERLEAVED: bool = false;
     /// Widens 2 · `LANES` elements: in order, or, if `INTERLEAVED`, the even ones into the first vector
@@ -188,6 +222,68 @@ unsafe fn store_by_element<T: Element, V: Vector<E = T::Acc>>(vector: V, to: *mu
         vector.store(wide.as_mut_ptr());
         for (lane, slot) in wide.iter().take(V::LANES).enumerate() {
             to.add(lane).write(T::from_acc(*slot));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+
+    /// # Safety
+    /// The processor has V's instructions.
+    unsafe fn groups<V: Vector>() {
+        let number = V::E::from_f64;
+        // Whole numbers: sums are exact in any order.
+        let value = |row: usize, lane: usize| (row * 31 + lane * lane) as f64;
+        let mut len = 1;
+        while len <= V::LANES {
+            // SAFETY: the arrays have room for a register each.
+            unsafe {
+                let mut rows = [V::splat(number(0.0)); MAX_LANES];
+                for (n, row) in rows.iter_mut().take(V::LANES).enumerate() {
+                    let lanes: [V::E; MAX_LANES] =
+                        std::array::from_fn(|lane| number(value(n, lane)));
+                    *row = V::load(lanes.as_ptr());
+                }
+                V::group_sums(&mut rows, len);
+                for (group, sums) in rows.iter().take(V::LANES / len).enumerate() {
+                    let mut lanes = [number(0.0); MAX_LANES];
+                    sums.store(lanes.as_mut_ptr());
+                    for (n, &sum) in lanes.iter().take(V::LANES).enumerate() {
+                        let whole: f64 = (0..len).map(|p| value(n, group * len + p)).sum();
+                        assert_eq!(sum.to_f64(), whole, "group {group} of {len} in {n}");
+                    }
+                }
+                let some: [V::E; MAX_LANES] = std::array::from_fn(|n| number(n as f64 + 1.0));
+                let mut lanes = [number(0.0); MAX_LANES];
+                V::repeat(some.as_ptr(), len).store(lanes.as_mut_ptr());
+                for (lane, &x) in lanes.iter().take(V::LANES).enumerate() {
+                    assert_eq!(x.to_f64(), (lane % len + 1) as f64);
+                }
+            }
+            len *= 2;
+        }
+    }
+
+    #[test]
+    fn groups_of_neighbours_are_summed_and_repeated() {
+        // SAFETY: what the processor has.
+        unsafe {
+            #[cfg(target_arch = "x86_64")]
+            if Isa::Avx512.is_available() {
+                groups::<avx512::F32x16>();
+                groups::<avx512::F64x8>();
+            }
+            #[cfg(target_arch = "x86_64")]
+            if Isa::Avx2.is_available() {
+                groups::<avx2::F32x8>();
+                groups::<avx2::F64x4>();
+            }
+            assert!(Isa::Portable.is_available());
+            groups::<portable::F32x8>();
+            groups::<portable::F64x4>();
         }
     }
 }

@@ -157,6 +157,7 @@ portable!(
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f64> for F64x4 {
+    const SAME: bool = true;
     #[inline(always)]
     unsafe fn load_from(from: *const f64) -> Self {
         // SAFETY: the caller's promise is this method's.
@@ -171,6 +172,7 @@ unsafe impl Convert<f64> for F64x4 {
 
 // SAFETY: as `Vector`.
 unsafe impl Convert<f32> for F32x8 {
+    const SAME: bool = true;
     #[inline(always)]
     unsafe fn load_from(from: *const f32) -> Self {
         // SAFETY: the caller's promise is this method's.

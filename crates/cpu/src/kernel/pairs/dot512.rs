@@ -3,8 +3,10 @@
 use std::arch::x86_64::*;
 use std::hint::black_box;
 
+use super::few::PairsInPlace;
 use super::{CHAINS, COLUMNS, Pairs, Product, ROW_STRIDE};
 use crate::kernel::ask;
+use crate::kernel::spread::Multiply;
 use crate::simd::Vector;
 use crate::simd::avx512::F32x16;
 
@@ -69,6 +71,61 @@ unsafe impl Pairs for Dot512 {
             let rounded = _mm512_cvtne2ps_pbh(high.register(), low.register());
             _mm512_storeu_si512(to.cast(), std::mem::transmute::<__m512bh, __m512i>(rounded));
         }
+    }
+}
+
+// SAFETY: as above.
+unsafe impl Multiply for Dot512 {
+    type V = F32x16;
+    const ELEMENTS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn add_product(q: F32x16, k: F32x16, sum: F32x16) -> F32x16 {
+        // SAFETY: the caller's promise. Registers are bits.
+        unsafe {
+            // No closures: the instructions would not be inlined into them.
+            let q = std::mem::transmute::<__m512, __m512bh>(q.register());
+            let k = std::mem::transmute::<__m512, __m512bh>(k.register());
+            F32x16::from_register(_mm512_dpbf16_ps(sum.register(), q, k))
+        }
+    }
+}
+
+// SAFETY: as above.
+unsafe impl PairsInPlace for Dot512 {
+    #[inline(always)]
+    unsafe fn interleave(first: F32x16, second: F32x16) -> [F32x16; 2] {
+        // Element n of the second register is number 32 + n.
+        const fn numbers(odd: u16) -> [u16; 32] {
+            let mut numbers = [0; 32];
+            let mut n = 0;
+            while n < 32 {
+                numbers[n] = n as u16 / 2 * 2 + odd + n as u16 % 2 * 32;
+                n += 1;
+            }
+            numbers
+        }
+        // SAFETY: the caller's promise. Registers are bits.
+        unsafe {
+            let first = _mm512_castps_si512(first.register());
+            let second = _mm512_castps_si512(second.register());
+            let even = const { numbers(0) };
+            let even = _mm512_loadu_si512(even.as_ptr().cast());
+            let even = _mm512_permutex2var_epi16(first, even, second);
+            let odd = const { numbers(1) };
+            let odd = _mm512_loadu_si512(odd.as_ptr().cast());
+            let odd = _mm512_permutex2var_epi16(first, odd, second);
+            [
+                F32x16::from_register(_mm512_castsi512_ps(even)),
+                F32x16::from_register(_mm512_castsi512_ps(odd)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn round(low: F32x16, high: F32x16, to: *mut u16) {
+        // SAFETY: the caller's promise.
+        unsafe { <Dot512 as Pairs>::round(low, high, to) }
     }
 }
 

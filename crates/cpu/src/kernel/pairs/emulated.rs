@@ -58,6 +58,16 @@ unsafe impl Pairs for Emulated {
     }
 }
 
+impl Emulated {
+    /// sum + the products of two words of two bf16, as `vdpbf16ps` adds them up: the second elements
+    /// first.
+    pub(super) fn add_pair(a: u32, b: u32, sum: f32) -> f32 {
+        let half = |x: u32, n: u32| widen((x >> (16 * n)) as u16);
+        let sum = flush(flush(sum) + half(a, 1) * half(b, 1));
+        flush(sum + half(a, 0) * half(b, 0))
+    }
+}
+
 /// One row of a tile, as Intel's manual defines it: pairs in order, first and second elements in sums
 /// of their own, their sum added to c.
 unsafe fn step(c: &mut [f32; COLUMNS], a: *const u16, b: *const u16) {

@@ -17,6 +17,7 @@ pub(crate) mod amx;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod dot512;
 pub(crate) mod emulated;
+pub(crate) mod few;
 pub(crate) mod pack;
 pub(crate) mod step;
 
@@ -160,6 +161,8 @@ pub(crate) struct PairKernels<T: Element> {
     pub(crate) round: unsafe fn(&PairBlock<T::Acc>),
     /// [`step::weighted_values`].
     pub(crate) weighted: unsafe fn(&PairBlock<T::Acc>),
+    /// What few rows take instead, if that is faster than widening.
+    pub(crate) few: Option<few::FewPairs<T>>,
     /// [`Pairs::probe`].
     pub(crate) probe: unsafe fn(usize) -> f64,
     /// Floating-point operations of a round of `probe`.

@@ -12,7 +12,7 @@ use crate::kernel::pack::Rows;
 use crate::simd::{MAX_LANES, Vector};
 
 /// Bits of 2⁵⁶.
-const BIG: u16 = (127 + 56) << 7;
+pub(super) const BIG: u16 = (127 + 56) << 7;
 
 /// Bits of 2⁻¹⁰⁰.
 const TINY: u16 = (127 - 100) << 7;
@@ -100,7 +100,7 @@ unsafe fn may_be_odd(rows: &[*const u16], step: isize, len: usize, value: bool) 
 
 /// Whether a row holds an odd number.
 #[inline(always)]
-unsafe fn is_odd(row: *const u16, step: isize, len: usize, value: bool) -> bool {
+pub(super) unsafe fn is_odd(row: *const u16, step: isize, len: usize, value: bool) -> bool {
     let mut odd = 0u16;
     for first in (0..len).step_by(DEPTH) {
         // SAFETY: the caller's promise.
