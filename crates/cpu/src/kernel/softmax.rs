@@ -156,7 +156,7 @@ unsafe fn online_rows<V: Vector, P: Put<V>>(
             for (n, sum) in sums.iter_mut().enumerate().take(rows - row) {
                 let shift = (bases[row + n], offsets[row + n]);
                 *sum = exponentiate_row::<V, P>(block, at(row + n), from, to, shift);
-                if !is_small(shift.1) {
+                if !in_one_step::<V>(shift.1) {
                     let mut lanes = [zero; MAX_LANES];
                     let exponent = (before[row + n] - shift.0) * block.c;
                     exp2_nonpositive(V::splat(exponent)).store(lanes.as_mut_ptr());
@@ -288,12 +288,13 @@ fn finite_base<E: tilewise_core::Float>(m: E) -> E {
     }
 }
 
-/// Whether c·S − c·base may take the place of c·(S − base), which costs one operation more: its error is
-/// half a unit in the last place of c·base, as scores of that size have it anyway, but where they are
-/// huge that is a number above 0 with a power out of range.
+/// Whether c·S − c·base may take the place of c·(S − base), which costs one operation more: rounded once,
+/// its error is half a unit in the last place of c·base, the same for all keys, as scores of that size
+/// have it anyway; but where they are huge that is a number above 0 with a power out of range. Rounded
+/// twice it would add an error of each key's own.
 #[inline(always)]
-fn is_small<E: tilewise_core::Float>(offset: E) -> bool {
-    offset.abs() <= E::from_f64(1024.0)
+fn in_one_step<V: Vector>(offset: V::E) -> bool {
+    V::FUSED && offset.abs() <= V::E::from_f64(1024.0)
 }
 
 #[inline(always)]
@@ -332,7 +333,7 @@ unsafe fn exponentiate_row<V: Vector, P: Put<V>>(
             std::ptr::copy_nonoverlapping(s.add(from), scores.as_mut_ptr().cast(), to - from);
         }
         let c = V::splat(block.c);
-        let sum = if is_small(offset) {
+        let sum = if in_one_step::<V>(offset) {
             let offset = V::splat(V::E::from_f64(0.0) - offset);
             weights::<V, P, true>(s, from, to, c, offset)
         } else {
@@ -354,7 +355,7 @@ unsafe fn exponentiate_row<V: Vector, P: Put<V>>(
     }
 }
 
-/// e^(S − m) of one register; what `shift` is depends on `FUSED`: see [`is_small`].
+/// e^(S − m) of one register; what `shift` is depends on `FUSED`: see [`in_one_step`].
 #[inline(always)]
 unsafe fn weight<V: Vector, P: Put<V>, const FUSED: bool>(s: *const V::E, c: V, shift: V) -> V {
     // SAFETY: the caller's promise.

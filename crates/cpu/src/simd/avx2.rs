@@ -32,6 +32,7 @@ unsafe impl Vector for F32x8 {
     // 6 × 2 accumulators, two registers of B and one of A: 15 of the 16 registers.
     const MR: usize = 6;
     const NRV: usize = 2;
+    const FUSED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -196,6 +197,7 @@ unsafe impl Vector for F64x4 {
     const LANES: usize = 4;
     const MR: usize = 6;
     const NRV: usize = 2;
+    const FUSED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: f64) -> Self {

@@ -90,6 +90,7 @@ unsafe impl Vector for F32x16 {
     // 12 × 2 accumulators: 24 of the 32 registers, and a panel that stays in L1 for head_dim 128.
     const MR: usize = 12;
     const NRV: usize = 2;
+    const FUSED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -337,6 +338,7 @@ unsafe impl Vector for F64x8 {
     const LANES: usize = 8;
     const MR: usize = 12;
     const NRV: usize = 2;
+    const FUSED: bool = true;
 
     #[inline(always)]
     unsafe fn splat(x: f64) -> Self {

@@ -33,6 +33,8 @@ pub(crate) unsafe trait Vector: Copy {
     const NRV: usize;
     /// Columns of a packed panel.
     const NR: usize = Self::NRV * Self::LANES;
+    /// Whether [`fma`](Self::fma) rounds once.
+    const FUSED: bool;
 
     unsafe fn splat(x: Self::E) -> Self;
     unsafe fn load(from: *const Self::E) -> Self;
@@ -61,7 +63,7 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
     unsafe fn div(self, other: Self) -> Self;
-    /// self · a + b, in one rounding where the processor can.
+    /// self · a + b, rounded once or twice: see [`FUSED`](Self::FUSED).
     unsafe fn fma(self, a: Self, b: Self) -> Self;
     /// The larger of each pair. Which of a number and a NaN is open.
     unsafe fn max(self, other: Self) -> Self;

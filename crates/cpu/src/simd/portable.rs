@@ -25,6 +25,7 @@ macro_rules! portable {
             // Eight lanes are two 128-bit registers: 4 rows fill 8 of 16.
             const MR: usize = 4;
             const NRV: usize = 1;
+            const FUSED: bool = cfg!(target_feature = "fma");
 
             #[inline(always)]
             unsafe fn splat(x: $e) -> Self {
