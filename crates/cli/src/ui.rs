@@ -178,21 +178,31 @@ pub(crate) fn time(ms: Option<f64>) -> String {
 
 /// A size in binary units.
 pub(crate) fn bytes(n: u64) -> String {
+    in_units(n, 1023.5, |size| {
+        significant(Some(size)).trim_end_matches(".00").into()
+    })
+}
+
+/// The same in at most seven characters, for a table without room.
+pub(crate) fn brief_bytes(n: u64) -> String {
+    in_units(n, 999.5, |size| {
+        format!("{size:.*}", usize::from(size < 9.95))
+    })
+}
+
+/// A size in the first unit in which it is below `most`.
+fn in_units(n: u64, most: f64, digits: impl Fn(f64) -> String) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if n < 1024 {
         return format!("{n} B");
     }
     let mut size = n as f64 / 1024.0;
     let mut unit = 0;
-    while size >= 1023.5 && unit + 1 < UNITS.len() {
+    while size >= most && unit + 1 < UNITS.len() {
         size /= 1024.0;
         unit += 1;
     }
-    format!(
-        "{} {}",
-        significant(Some(size)).trim_end_matches(".00"),
-        UNITS[unit]
-    )
+    format!("{} {}", digits(size), UNITS[unit])
 }
 
 /// Why something that needs `needed` bytes is skipped.
@@ -243,6 +253,16 @@ mod tests {
         assert_eq!(bytes(1 << 30), "1 GiB");
         assert_eq!(bytes(1023 << 10), "1023 KiB");
         assert_eq!(bytes(14_900_000), "14.2 MiB");
+        for (n, brief) in [
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (60_826, "59 KiB"),
+            (414_720, "405 KiB"),
+            (1023 << 10, "1.0 MiB"),
+            (10_200 << 10, "10 MiB"),
+        ] {
+            assert_eq!(brief_bytes(n), brief);
+        }
     }
 
     #[test]

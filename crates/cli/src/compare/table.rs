@@ -152,7 +152,7 @@ fn cells(row: &ResultRow) -> Vec<(String, Tone)> {
             Some(x) => format!("{}x", significant(Some(x))),
             None => "-".into(),
         }),
-        plain(row.peak_extra_bytes.map_or("-".into(), ui::bytes)),
+        plain(row.peak_extra_bytes.map_or("-".into(), ui::brief_bytes)),
     ]
 }
 
