@@ -152,6 +152,9 @@ fn on_host<T: Element>(
         if round == 0 || round == rounds / 2 {
             ceilings.iter_mut().try_for_each(Ceilings::measure)?;
         }
+        if !ceilings.is_empty() {
+            settle(pool);
+        }
         for lane in timed.iter_mut().filter(|lane| lane.left > 0) {
             let call = time(
                 lane.backend,
@@ -184,6 +187,18 @@ fn on_host<T: Element>(
         }
     }
     Ok(())
+}
+
+/// Spreads the pool's threads over the processors again. Ceilings are measured by threads of their own,
+/// after which the system may wake both of two workers on one processor, and calls that are shorter than
+/// its scheduler's tick would leave them there: busy together for some ticks they are moved apart.
+fn settle(pool: &rayon::ThreadPool) {
+    pool.broadcast(|_| {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(20) {
+            std::hint::spin_loop();
+        }
+    });
 }
 
 /// What is to be measured for the instruction sets of `rows`.
