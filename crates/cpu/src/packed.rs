@@ -1,6 +1,5 @@
 //! K and V of one KV head, packed for the microkernel.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use tilewise_core::{Element, Inputs, Result, Sequence};
@@ -156,64 +155,62 @@ impl<T: Element> Packed<T> {
         self.pairs.as_ref()
     }
 
-    /// Packs the tiles numbered `tiles` of the source.
+    /// Packs the tile numbered `tile` of the source.
     ///
     /// # Safety
     /// The room was made for at least as many keys as the source has; nobody else reads or writes
-    /// these tiles meanwhile; the processor has the kernels' instructions.
+    /// the tile meanwhile; the processor has the kernels' instructions.
     pub(crate) unsafe fn pack(
         &self,
         kernels: &Kernels<T>,
         shape: &Shape,
         source: &KeySource<'_, T>,
-        tiles: Range<usize>,
+        tile: usize,
     ) {
         let mut rows = [std::ptr::null(); 256];
         let mut values = [std::ptr::null(); 256];
         const { assert!(max_key_tile::<f32>() <= 256) };
-        for tile in tiles {
-            let first = tile * shape.key_tile;
-            let keys = shape.key_tile.min(source.keys - first);
-            for (j, (k, v)) in rows.iter_mut().zip(&mut values).take(keys).enumerate() {
-                *k = source.at(&source.k, first + j);
-                *v = source.at(&source.v, first + j);
-            }
-            let k = Rows {
-                rows: &rows[..keys],
-                next: &[],
-                step: source.k.plane.key,
-                len: shape.head_dim,
-            };
-            let v = Rows {
-                rows: &values[..keys],
-                next: &[],
-                step: source.v.plane.key,
-                len: shape.head_dim_v,
-            };
-            k.ask(0..k.ahead());
-            if let (Some(kernels), Some(pairs)) = (&kernels.pairs, &self.pairs) {
-                // SAFETY: keys below source.keys exist, by the checked problem and views; the tile
-                // lies inside the room.
-                unsafe { pairs.pack(kernels, shape, tile, &k, &v) }
-                continue;
-            }
-            for (panel, here) in k.rows.chunks(shape.nr).enumerate() {
-                let column = panel * shape.nr;
-                k.ask(column + k.ahead()..column + k.ahead() + shape.nr);
-                v.ask(column..column + shape.nr);
-                let rows = Rows { rows: here, ..k };
-                let at = (first + column) * shape.head_dim;
-                let one = <T::Acc as Element>::from_f64(1.0);
-                // SAFETY: keys below source.keys exist, by the checked problem and views; the panel
-                // lies inside the room.
-                unsafe { (kernels.transposed)(&rows, shape.nr, one, self.k.at().add(at)) }
-            }
-            // SAFETY: as above, for V.
-            unsafe {
-                let to = self.v.at().add(self.v_tile(shape, tile));
-                let finite = (kernels.panels)(&v, self.v_rows * shape.nr, to);
-                self.careful.at().add(tile).write(u8::from(!finite));
-            }
+        let first = tile * shape.key_tile;
+        let keys = shape.key_tile.min(source.keys - first);
+        for (j, (k, v)) in rows.iter_mut().zip(&mut values).take(keys).enumerate() {
+            *k = source.at(&source.k, first + j);
+            *v = source.at(&source.v, first + j);
+        }
+        let k = Rows {
+            rows: &rows[..keys],
+            next: &[],
+            step: source.k.plane.key,
+            len: shape.head_dim,
+        };
+        let v = Rows {
+            rows: &values[..keys],
+            next: &[],
+            step: source.v.plane.key,
+            len: shape.head_dim_v,
+        };
+        k.ask(0..k.ahead());
+        if let (Some(kernels), Some(pairs)) = (&kernels.pairs, &self.pairs) {
+            // SAFETY: keys below source.keys exist, by the checked problem and views; the tile
+            // lies inside the room.
+            unsafe { pairs.pack(kernels, shape, tile, &k, &v) }
+            return;
+        }
+        for (panel, here) in k.rows.chunks(shape.nr).enumerate() {
+            let column = panel * shape.nr;
+            k.ask(column + k.ahead()..column + k.ahead() + shape.nr);
+            v.ask(column..column + shape.nr);
+            let rows = Rows { rows: here, ..k };
+            let at = (first + column) * shape.head_dim;
+            let one = <T::Acc as Element>::from_f64(1.0);
+            // SAFETY: keys below source.keys exist, by the checked problem and views; the panel
+            // lies inside the room.
+            unsafe { (kernels.transposed)(&rows, shape.nr, one, self.k.at().add(at)) }
+        }
+        // SAFETY: as above, for V.
+        unsafe {
+            let to = self.v.at().add(self.v_tile(shape, tile));
+            let finite = (kernels.panels)(&v, self.v_rows * shape.nr, to);
+            self.careful.at().add(tile).write(u8::from(!finite));
         }
     }
 

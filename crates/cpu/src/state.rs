@@ -284,17 +284,9 @@ pub(crate) fn absorb<T: CpuElement>(
             ..*sequence
         };
         for kv_head in 0..dims.num_kv_heads {
-            let key_tiles = machinery.tiles(&(0..keys));
-            in_order(
-                key_tiles.len(),
-                threads(),
-                || (),
-                |_, (), tile| {
-                    let source = KeySource::new(&inputs, &chunk, kv_head);
-                    // SAFETY: each tile is packed by one item; the room is for `keys` keys.
-                    unsafe { packed.pack(&machinery.kernels, shape, &source, tile..tile + 1) }
-                },
-            );
+            let source = || KeySource::new(&inputs, &chunk, kv_head);
+            // SAFETY: the room is for `keys` keys, and whoever read the last head is done.
+            unsafe { machinery.pack_all(&packed, keys, source) };
             in_order(
                 group * tiles,
                 workers,

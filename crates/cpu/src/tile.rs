@@ -12,6 +12,7 @@ use crate::kernel::table::Kernels;
 use crate::kernel::{Ahead, Block, MAX_MR, MAX_ROWS, Modifiers, s_stride};
 use crate::packed::{KeySource, Packed};
 use crate::pairs::{PairScratch, PairTile};
+use crate::parallel::{in_order, threads};
 use crate::shape::Shape;
 use crate::simd::MAX_LANES;
 
@@ -322,6 +323,30 @@ impl<T: Element> Machinery<T> {
             None => self.shape.row_blocks,
         };
         sizes[sizes.len() - 1]
+    }
+
+    /// Packs all `keys` keys of a source, its tiles shared out among the threads.
+    ///
+    /// # Safety
+    /// The room was made for at least as many keys, the source has them, and nobody else reads or
+    /// writes `packed` meanwhile.
+    pub(crate) unsafe fn pack_all<'a>(
+        &self,
+        packed: &Packed<T>,
+        keys: usize,
+        source: impl Fn() -> KeySource<'a, T> + Sync,
+    ) where
+        T: 'a,
+    {
+        in_order(
+            self.tiles(&(0..keys)).len(),
+            threads(),
+            || (),
+            |_, (), tile| {
+                // SAFETY: the caller's promise; each tile is packed by one item.
+                unsafe { packed.pack(&self.kernels, &self.shape, &source(), tile) }
+            },
+        );
     }
 
     /// The tiles that hold `keys`.

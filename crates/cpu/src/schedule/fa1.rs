@@ -46,16 +46,9 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
     let threads = threads();
     let packed = Packed::<T>::new(shape, call.most_keys(), call.reserve)?;
     for at in call.kv_heads() {
-        let tiles = machinery.tiles(&(0..call.source(at).keys));
-        in_order(
-            tiles.len(),
-            threads,
-            || (),
-            |_, (), tile| {
-                // SAFETY: each tile is packed by one item; the room fits the longest sequence.
-                unsafe { packed.pack(&machinery.kernels, shape, &call.source(at), tile..tile + 1) }
-            },
-        );
+        let keys = call.source(at).keys;
+        // SAFETY: the room fits the longest sequence, and whoever read the last head is done.
+        unsafe { machinery.pack_all(&packed, keys, || call.source(at)) };
         let seqlen_q = call.problem.sequences()[at.sequence].seqlen_q;
         let stretch = seqlen_q
             .div_ceil(threads.div_ceil(group))

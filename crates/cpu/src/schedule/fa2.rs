@@ -99,7 +99,7 @@ pub(crate) fn forward<T: Element>(call: &Call<'_, T>) -> Result<()> {
             let kernels = &call.machinery.kernels;
             // SAFETY: no other head has the slot, and each of its tiles is packed once; the slot has
             // room for the longest sequence.
-            unsafe { packed[slot].pack(kernels, shape, &source, tile..tile + 1) }
+            unsafe { packed[slot].pack(kernels, shape, &source, tile) }
         },
         |scratch, head, slot, RowTile { n, rows, .. }| {
             let at = heads[plan.order[head].0];
