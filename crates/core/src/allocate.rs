@@ -1,27 +1,57 @@
 //! Memory whose size comes from a caller's shapes.
 
+use std::sync::OnceLock;
+
 use crate::error::{Error, Result};
+
+/// Whether this machine has memory and swap for `bytes`, used or not.
+///
+/// A system that overcommits grants any size that its addresses can count, and ends the process at the
+/// touch of the last page there is. Where a system does not say what it has, it counts as having all.
+pub fn is_installed(bytes: u64) -> bool {
+    // What every machine has is not worth a look.
+    bytes <= 1 << 28 || installed().is_none_or(|installed| bytes <= installed)
+}
+
+/// Bytes of memory and swap, where Linux says so.
+fn installed() -> Option<u64> {
+    static INSTALLED: OnceLock<Option<u64>> = OnceLock::new();
+    *INSTALLED.get_or_init(|| total(&std::fs::read_to_string("/proc/meminfo").ok()?))
+}
+
+/// Memory and swap of a table of `Name:  number kB`.
+fn total(table: &str) -> Option<u64> {
+    let line = |name| table.lines().find_map(|line| line.strip_prefix(name));
+    let bytes = |name| {
+        let kibibytes = line(name)?.trim().strip_suffix(" kB")?;
+        kibibytes.parse::<u64>().ok()?.checked_mul(1024)
+    };
+    bytes("MemTotal:")?.checked_add(bytes("SwapTotal:").unwrap_or(0))
+}
 
 /// A vector for a tensor of this shape, every element `fill`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if its size cannot be counted or had; `what` names the tensor there.
+/// [`Error::OutOfMemory`] if its size cannot be counted or had, before any of it is touched; `what`
+/// names the tensor there.
 pub fn allocate<T: Clone>(shape: &[usize], what: &str, fill: T) -> Result<Vec<T>> {
     let len = shape
         .iter()
         .try_fold(1usize, |len, &size| len.checked_mul(size));
+    let bytes = (shape.iter()).fold(size_of::<T>() as u64, |bytes, &size| {
+        bytes.saturating_mul(size as u64)
+    });
     let mut memory = Vec::new();
     match len {
-        Some(len) if memory.try_reserve_exact(len).is_ok() => {
+        Some(0) => Ok(memory),
+        Some(len) if is_installed(bytes) && memory.try_reserve_exact(len).is_ok() => {
             memory.resize(len, fill);
             Ok(memory)
         }
         _ => Err(Error::OutOfMemory {
             backend: "host".into(),
             what: what.into(),
-            bytes: shape.iter().fold(size_of::<T>() as u64, |bytes, &size| {
-                bytes.saturating_mul(size as u64)
-            }),
+            bytes,
         }),
     }
 }
@@ -38,5 +68,25 @@ mod tests {
             let error = allocate(&shape, "lse", 0f32).unwrap_err().to_string();
             assert!(error.contains("lse"), "{error}");
         }
+    }
+
+    #[test]
+    fn memory_and_swap_are_read_in_kibibytes() {
+        let table = "MemTotal:       24576 kB\nMemFree: 1 kB\nSwapTotal:   1024 kB\n";
+        assert_eq!(total(table), Some(25 << 20));
+        assert_eq!(total("MemTotal: 2 kB"), Some(2048));
+        assert_eq!(total("MemTotal: 2 MB\nSwapTotal: 1 kB"), None);
+        assert_eq!(total(""), None);
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_untouched() {
+        assert!(is_installed(1 << 20));
+        let Some(installed) = installed() else { return };
+        assert!(installed > 1 << 28, "{installed}");
+        assert!(is_installed(installed) && !is_installed(installed + 1));
+        // With overcommitment a system would grant it.
+        let error = allocate(&[installed as usize / 8 + 1], "row maxima", 1f64).unwrap_err();
+        assert!(error.to_string().contains("row maxima"), "{error}");
     }
 }

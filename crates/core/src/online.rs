@@ -82,16 +82,15 @@ impl HostState {
     /// [`Error::OutOfMemory`].
     pub fn empty(shape: [usize; 3], head_dim_v: usize) -> Result<Self> {
         let [batch, heads, seqlen_q] = shape;
+        // The largest first: where it is too large nothing has been touched.
+        let acc = [batch, heads, seqlen_q, head_dim_v];
+        let acc = allocate(&acc, "unnormalised outputs", 0.0)?;
         Ok(HostState {
             shape,
             head_dim_v,
             m: allocate(&shape, "row maxima", f64::NEG_INFINITY)?,
             l: allocate(&shape, "denominators", 0.0)?,
-            acc: allocate(
-                &[batch, heads, seqlen_q, head_dim_v],
-                "unnormalised outputs",
-                0.0,
-            )?,
+            acc,
         })
     }
 

@@ -348,12 +348,16 @@ impl<'a, T: Copy> TensorViewMut<'a, T> {
                 covered += stride as i128 * (dim as i128 - 1);
             }
         }
-        let strides = tame(shape, strides, data.len());
+        let mut tamed = tame(shape, strides, data.len());
+        if shape[3] > 1 {
+            // 1 is more than no memory holds; without it the same strides would not make this view again.
+            tamed[3] = 1;
+        }
         Ok(TensorViewMut {
             data,
             offset,
             shape,
-            strides,
+            strides: tamed,
         })
     }
 
@@ -362,8 +366,8 @@ impl<'a, T: Copy> TensorViewMut<'a, T> {
         self.shape
     }
 
-    /// Distance of neighbours along each axis, in elements. Along an axis without neighbours, what was given, or 0 if that
-    /// led out of the memory.
+    /// Distance of neighbours along each axis, in elements; the last one is 1 where the last axis has neighbours. Along an axis
+    /// without any, what was given, or 0 if that led out of the memory.
     pub fn strides(&self) -> [isize; 4] {
         self.strides
     }
@@ -468,6 +472,25 @@ mod tests {
         assert_eq!(view.strides(), [0, 0, 4, 1]);
         let none = TensorView::from_strides(&[0f32; 0], [3, 0, 2, 4], [isize::MAX; 4], 7).unwrap();
         assert_eq!(none.strides(), [0; 4]);
+    }
+
+    #[test]
+    fn strides_of_an_output_make_it_again() {
+        let mut data = [0f32; 64];
+        for shape in [
+            [1, 1, 0, 64],
+            [0, 2, 3, 4],
+            [2, 3, 4, 0],
+            [1, 1, 1, 1],
+            [2, 2, 4, 4],
+        ] {
+            for len in [shape.iter().product(), 64] {
+                let mut view = TensorViewMut::bhsd(&mut data[..len], shape).unwrap();
+                let (strides, offset) = (view.strides(), view.offset());
+                let again = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset);
+                assert_eq!(again.unwrap().strides(), strides);
+            }
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
-use tilewise_core::{Error, Result};
+use tilewise_core::{Error, Result, is_installed};
 
 use crate::parallel::threads;
 
@@ -165,6 +165,9 @@ impl<E: Copy> Buffer<E> {
         let layout = Layout::array::<E>(len)
             .and_then(|layout| layout.align_to(64))
             .map_err(|_| refuse())?;
+        if !is_installed(layout.size() as u64) {
+            return Err(refuse());
+        }
         // SAFETY: the layout has a size above 0, for len is not 0 and E is a number.
         let start = unsafe { allocate(layout) };
         let start = NonNull::new(start).ok_or_else(refuse)?;

@@ -241,12 +241,28 @@ impl CudaBackend {
         problem: &Problem,
         inputs: &Inputs<'_, T>,
         algorithm: Algorithm,
-        mut out: TensorViewMut<'_, T>,
+        out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<()> {
         if self.streams(problem) {
             return streamed::forward(self, problem, inputs, out, lse, self.streaming_budget());
         }
+        if problem.page_size().is_some() && !decode::reads_pages(problem, algorithm) {
+            let gathered = gather(problem, inputs)?;
+            let (problem, inputs) = gathered.posed(inputs);
+            return self.forward_resident(problem, &inputs, algorithm, out, lse);
+        }
+        self.forward_resident(problem, inputs, algorithm, out, lse)
+    }
+
+    fn forward_resident<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_, T>,
+        algorithm: Algorithm,
+        mut out: TensorViewMut<'_, T>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<()> {
         if decode::serves(problem, algorithm) {
             return decode::forward_host(self, problem, inputs, out, lse);
         }
@@ -619,7 +635,12 @@ impl Backend for CudaBackend {
 
     fn supports(&self, problem: &Problem, algorithm: Algorithm) -> Result<()> {
         if !self.streams(problem) {
-            return ops::supports(problem, algorithm);
+            return match problem.page_size() {
+                Some(_) if !decode::reads_pages(problem, algorithm) => {
+                    ops::supports_gathered(problem, algorithm)
+                }
+                _ => ops::supports(problem, algorithm),
+            };
         }
         match algorithm.resolve() {
             Algorithm::Fa2 => streamed::supports(problem),
@@ -643,7 +664,8 @@ impl Backend for CudaBackend {
     }
 
     /// Copies q, k and v to the device and out and lse back; device memory goes through
-    /// [`ops::forward`].
+    /// [`ops::forward`]. Pages travel as they lie where `fa2` reads them there; under dropout, in rows
+    /// wider than 256 and for the other algorithms their keys are gathered first.
     fn forward(
         &self,
         problem: &Problem,

@@ -30,17 +30,26 @@ const FAR: usize = 1 << 30;
 /// Whether this schedule takes `sequence` of a problem that `fa2` is asked for: few rows a group, or keys
 /// in pages. Neither batch nor lengths of keys matter, so a sequence alone is computed as in any company.
 pub(crate) fn takes(problem: &Problem, sequence: &Sequence) -> bool {
+    let few = problem.dims().group().saturating_mul(sequence.seqlen_q) <= MOST_ROWS;
+    (few && suits(problem)) || problem.page_size().is_some()
+}
+
+/// Whether the kernels can do what `problem` asks for, however many rows it has.
+fn suits(problem: &Problem) -> bool {
     let dims = problem.dims();
-    let few = dims.group().saturating_mul(sequence.seqlen_q) <= MOST_ROWS
-        && pad(dims.head_dim.max(dims.head_dim_v)).is_some()
-        && problem.options().get_dropout().is_none();
-    few || problem.page_size().is_some()
+    pad(dims.head_dim.max(dims.head_dim_v)).is_some() && problem.options().get_dropout().is_none()
 }
 
 /// Whether this schedule takes all of `problem`.
 pub fn serves(problem: &Problem, algorithm: Algorithm) -> bool {
-    let all = || problem.sequences().iter().all(|s| takes(problem, s));
+    // A packed problem may have no sequence at all.
+    let all = || suits(problem) && problem.sequences().iter().all(|s| takes(problem, s));
     algorithm.resolve() == Algorithm::Fa2 && (problem.page_size().is_some() || all())
+}
+
+/// Whether the pages of `problem` can be read where they lie.
+pub(crate) fn reads_pages(problem: &Problem, algorithm: Algorithm) -> bool {
+    problem.page_size().is_some() && serves(problem, algorithm) && supports(problem).is_ok()
 }
 
 /// Whether the kernels can do a problem that [`serves`] claims.
@@ -318,7 +327,8 @@ fn lengths(problem: &Problem) -> Lengths {
     // The heaviest first, so that no long one starts last.
     list.sort_by_key(|s| std::cmp::Reverse(s.sk));
     let covered = sequences.last().map_or(0, |s| s.q_start + s.seqlen_q);
-    if list.len() == sequences.len() && problem.is_packed() && covered < dims.seqlen_q {
+    let all = suits(problem) && list.len() == sequences.len();
+    if all && problem.is_packed() && covered < dims.seqlen_q {
         // Rows of no sequence see nothing, not even a sink.
         list.push(raw::Sequence {
             q_start: covered as i32,
@@ -678,7 +688,7 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
 
 #[cfg(test)]
 mod tests {
-    use tilewise_core::{Inputs, Options, TensorView};
+    use tilewise_core::{Dropout, Inputs, Options, TensorView};
 
     use super::*;
 
@@ -707,6 +717,28 @@ mod tests {
             inputs = inputs.seqused_k(lengths);
         }
         Problem::new(&inputs, &Options::new()).unwrap()
+    }
+
+    /// Nothing to refuse where there is no sequence: rows of none are 0 whatever the options.
+    #[test]
+    fn a_packed_problem_without_sequences_is_left_to_others_with_what_they_alone_can_do() {
+        let data = vec![0f32; 5 * 320];
+        let posed = |head_dim: usize, options: &Options| {
+            let view = TensorView::bhsd(&data, [1, 1, 5, head_dim]).unwrap();
+            let inputs = Inputs::new(view, view, view).packed(&[0], &[0]);
+            Problem::new(&inputs, options).unwrap()
+        };
+        let dropout = Options::new().dropout(Dropout::Philox {
+            p: 0.5,
+            seed: 1,
+            offset: 2,
+        });
+        assert!(serves(&posed(64, &Options::new()), Algorithm::Fa2));
+        for problem in [posed(64, &dropout), posed(320, &Options::new())] {
+            assert!(problem.sequences().is_empty());
+            assert!(!serves(&problem, Algorithm::Fa2));
+            crate::ops::supports(&problem, Algorithm::Fa2).unwrap();
+        }
     }
 
     #[test]

@@ -35,13 +35,22 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
 /// Whether the kernels that take rows in tiles of their own can do `problem`; those that hold a
 /// running state are among them.
 pub(crate) fn supports_tiled(problem: &Problem, algorithm: Algorithm) -> Result<()> {
+    supports_gathered(problem, algorithm)?;
+    match problem.page_size() {
+        Some(_) => Err(unsupported(format!(
+            "paged keys (block_table) with {}",
+            algorithm.resolve()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// [`supports_tiled`] of a problem whose pages, if it has any, are gathered first.
+pub(crate) fn supports_gathered(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     let refuse = |what: String| Err(unsupported(format!("{what} with {}", algorithm.resolve())));
     match problem.dtype() {
         DType::F16 | DType::BF16 | DType::F32 => {}
         other => return refuse(format!("dtype {other}")),
-    }
-    if problem.page_size().is_some() {
-        return refuse("paged keys (block_table)".into());
     }
     if algorithm.resolve() == Algorithm::Fa1 {
         fa1_supports(problem)?;
