@@ -497,6 +497,23 @@ fn empty_rows_and_low_scores_stay_finite() {
 }
 
 #[test]
+fn gradients_of_nothing_are_nothing_or_zero() {
+    let Some(backend) = gpu("gradients_of_nothing_are_nothing_or_zero") else {
+        return;
+    };
+    for lengths in [[0, 0], [0, 5], [5, 0]] {
+        for seed in [0, 24] {
+            let shape = sizes([2, 2, 1], lengths, 64);
+            let options = Options::new().sinks(vec![0.5; 2]);
+            Setting::<f32>::new(shape, options, Parts::default(), seed)
+                .modified(seed)
+                .check(&backend, WAYS)
+                .unwrap();
+        }
+    }
+}
+
+#[test]
 fn gradients_of_strided_tensors() {
     let Some(backend) = gpu("gradients_of_strided_tensors") else {
         return;

@@ -99,6 +99,28 @@ proptest! {
     }
 }
 
+/// Keys in pages where no kernel reads them there: under dropout, in wide rows, for `standard`. And a
+/// packed problem of no sequence, under dropout.
+#[test]
+fn pages_and_packs_that_other_kernels_take() {
+    let name = "pages_and_packs_that_other_kernels_take";
+    for (d, seed) in (3..9).map(|seed| (64, seed)).chain([(320, 1)]) {
+        let paged = Sequences::Paged(7, vec![100, 30, 0]);
+        for case in [
+            Case {
+                sequences: paged,
+                ..Case::dense(seed, dims(2, 2, 1, 37, 75, d))
+            },
+            Case {
+                sequences: Sequences::Packed(vec![], false),
+                ..Case::dense(seed, dims(1, 1, 1, 9, 9, d))
+            },
+        ] {
+            check::<f32>(name, &case).unwrap_or_else(|e| panic!("{d} {seed}: {e}"));
+        }
+    }
+}
+
 /// A case with everything on that goes together.
 fn crowded(seed: u64, dims: Dims, sequences: Sequences) -> Case {
     Case {
