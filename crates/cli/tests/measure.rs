@@ -105,6 +105,56 @@ fn bench_relates_to_measured_ceilings() {
     assert!(text.contains("of ceiling"), "{text}");
 }
 
+/// A GPU's ceilings are those of the instruction that the algorithm uses, and all are listed by name; where
+/// there is none, it is still not replaced.
+#[test]
+fn bench_relates_a_gpu_to_its_own_ceilings() {
+    let args = [
+        "bench",
+        "--backends",
+        "cuda:0",
+        "--algorithms",
+        "fa2",
+        "--dtype",
+        "bf16,f32",
+        "--ceilings",
+        "--shapes",
+        "1,16,16,4096,4096,64",
+        "1,32,8,1,16384,128",
+    ];
+    let devices = json(&["devices"], 0);
+    let mut backends = devices["backends"].as_array().unwrap().iter();
+    if !backends.any(|one| one["name"] == "cuda:0" && one["available"] == true) {
+        let text = error(&args);
+        assert!(text.contains("cuda:0 is not available"), "{text}");
+        return;
+    }
+    let report = json(&args, 0);
+    let rows = report["results"].as_array().unwrap();
+    let of = |row: &Value| row["ceiling"].as_str().unwrap().to_string();
+    assert_eq!(of(&rows[1]), "mma.sync f16 / 3");
+    assert_eq!((of(&rows[2]), of(&rows[3])), ("read".into(), "read".into()));
+    for row in rows {
+        let share = row["ceiling_share"].as_f64().unwrap();
+        assert!(share > 0.02 && share < 1.05, "{row:#}");
+    }
+    let rate = |name: &str| {
+        let mut all = report["ceilings"].as_array().unwrap().iter();
+        let one = all
+            .find(|one| one["name"] == name)
+            .unwrap_or_else(|| panic!("{name}"));
+        let figure = one["gflops"].as_f64().or(one["gbps"].as_f64());
+        figure.unwrap_or_else(|| panic!("{one:#}"))
+    };
+    // bf16 and f16 are one pipe; tf32 is half of it, FFMA slower than either.
+    let bf16 = rate("mma.sync bf16");
+    assert!((rate("mma.sync f16") / bf16 - 1.0).abs() < 0.1);
+    assert!((rate("mma.sync tf32") / bf16 - 0.5).abs() < 0.1);
+    assert!(rate("FFMA f32") < bf16);
+    let (read, copied) = (rate("device memory, read"), rate("device memory, copied"));
+    assert!((copied / read - 1.0).abs() < 0.3, "{read} {copied}");
+}
+
 #[test]
 fn bench_refuses_shapes_that_are_none() {
     let output = tilewise()

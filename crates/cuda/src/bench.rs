@@ -237,7 +237,7 @@ pub fn time_backward(
     })
 }
 
-fn timeable(backend: &CudaBackend) -> Result<()> {
+pub(crate) fn timeable(backend: &CudaBackend) -> Result<()> {
     if backend.driver_version() < EVENTS_DRIVER {
         return Err(Error::Unavailable {
             backend: crate::NAME.into(),
@@ -248,7 +248,7 @@ fn timeable(backend: &CudaBackend) -> Result<()> {
 }
 
 /// Times `call`, which queues work on `stream`.
-fn measure(
+pub(crate) fn measure(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
     effort: Effort,

@@ -24,6 +24,7 @@ pub mod backend;
 pub mod backward;
 pub mod bench;
 pub mod cache;
+pub mod ceilings;
 pub mod decode;
 pub mod error;
 pub mod kernels;

@@ -4,10 +4,23 @@
 use std::collections::btree_map::{BTreeMap, Entry};
 
 #[cfg(feature = "cuda")]
+use tilewise::cuda::ceilings::{self, Instruction, Products};
+#[cfg(feature = "cuda")]
 use tilewise::cuda::{CudaBackend, backward::Sums, bench};
-use tilewise::{Algorithm, Problem};
+use tilewise::{Algorithm, DType, Problem};
 
+use super::report::Rate;
 use crate::stats::Samples;
+
+/// What bounds an algorithm on a device, each measured once.
+pub(super) struct DeviceRates {
+    /// Of what the first is the rate: `mma.sync bf16`, say.
+    pub(super) products: String,
+    /// Products of the problem's type in FLOP/s.
+    pub(super) flops: f64,
+    /// Reading device memory in bytes/s.
+    pub(super) bytes: f64,
+}
 
 /// What is timed.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +40,88 @@ pub(super) struct Devices {
 }
 
 impl Devices {
+    #[cfg(feature = "cuda")]
+    fn open(&mut self, ordinal: usize) -> Result<&CudaBackend, String> {
+        Ok(match self.open.entry(ordinal) {
+            Entry::Occupied(open) => open.into_mut(),
+            Entry::Vacant(place) => {
+                place.insert(CudaBackend::new(ordinal).map_err(|error| error.to_string())?)
+            }
+        })
+    }
+
+    /// What bounds `algorithm` on a device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn rates(
+        &mut self,
+        ordinal: usize,
+        problem: &Problem,
+        algorithm: Algorithm,
+        pass: Pass,
+    ) -> Result<DeviceRates, String> {
+        let device = self.open(ordinal)?;
+        let products = Products::of(problem, algorithm, matches!(pass, Pass::Backward { .. }));
+        let rates = || {
+            Ok(DeviceRates {
+                products: products.to_string(),
+                flops: products.rate(device)?,
+                bytes: ceilings::read(device)?,
+            })
+        };
+        rates().map_err(|error: tilewise::Error| error.to_string())
+    }
+
+    /// Everything that is measured of a device for these types, by name.
+    #[cfg(feature = "cuda")]
+    pub(super) fn every_rate(
+        &mut self,
+        backend: &str,
+        ordinal: usize,
+        dtypes: &[DType],
+    ) -> Vec<Rate> {
+        let device = match self.open(ordinal) {
+            Ok(device) => device,
+            Err(reason) => return vec![Rate::missing(backend, "every ceiling".into(), reason)],
+        };
+        let mut products = Vec::new();
+        let mut add = |one: Products| {
+            if !products.contains(&one) {
+                products.push(one);
+            }
+        };
+        for &dtype in dtypes {
+            // f32 is made of products of either.
+            let made_of = match dtype {
+                DType::F32 => &[DType::F16, DType::F32][..],
+                _ => std::slice::from_ref(&dtype),
+            };
+            for &dtype in made_of {
+                add(Products::plain(Instruction::Mma, dtype));
+                if device.compute() == 90 {
+                    add(Products::plain(Instruction::Wgmma, dtype));
+                }
+            }
+        }
+        add(Products::plain(Instruction::Fma, DType::F32));
+        let mut rates = Vec::new();
+        let mut take = |name: String, rate: tilewise::Result<f64>, flops: bool| {
+            rates.push(match rate {
+                Ok(rate) => Rate::of(backend, name, rate, flops),
+                Err(error) => Rate::missing(backend, name, error.to_string()),
+            });
+        };
+        for one in products {
+            take(one.to_string(), one.rate(device), true);
+        }
+        take("device memory, read".into(), ceilings::read(device), false);
+        take(
+            "device memory, copied".into(),
+            ceilings::copy(device),
+            false,
+        );
+        rates
+    }
+
     /// Times of `algorithm` by the device's own clock, the second-level cache flushed before each
     /// call; or why there are none.
     #[cfg(feature = "cuda")]
@@ -39,10 +134,7 @@ impl Devices {
         pass: Pass,
     ) -> Result<Samples, String> {
         let say = |error: tilewise::Error| error.to_string();
-        let device = match self.open.entry(ordinal) {
-            Entry::Occupied(open) => open.into_mut(),
-            Entry::Vacant(place) => place.insert(CudaBackend::new(ordinal).map_err(say)?),
-        };
+        let device = self.open(ordinal)?;
         let effort = match repeat {
             Some(count) => bench::Effort {
                 measure_ms: f64::INFINITY,
@@ -66,6 +158,24 @@ impl Devices {
     }
 
     /// There is no device in a build without CUDA.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn rates(
+        &mut self,
+        ordinal: usize,
+        _: &Problem,
+        _: Algorithm,
+        _: Pass,
+    ) -> Result<DeviceRates, String> {
+        Err(format!("this build has no CUDA for cuda:{ordinal}"))
+    }
+
+    /// Nor anything to measure.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn every_rate(&mut self, _: &str, _: usize, _: &[DType]) -> Vec<Rate> {
+        Vec::new()
+    }
+
+    /// Nor anything to time.
     #[cfg(not(feature = "cuda"))]
     pub(super) fn time(
         &mut self,

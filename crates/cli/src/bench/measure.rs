@@ -9,7 +9,7 @@ use tilewise::{
 };
 
 use super::BenchArgs;
-use super::ceilings::Ceilings;
+use super::ceilings::{Ceilings, DeviceCeilings};
 use super::device::{Devices, Pass};
 use super::report::Row;
 use crate::args::select::Lane;
@@ -42,7 +42,14 @@ pub(super) fn shape<T: Element>(
         .iter()
         .map(|lane| Row::new(shape, lane, T::DTYPE, threads))
         .collect();
-    let mut host = Vec::new();
+    let pass = match args.backward {
+        true => Pass::Backward {
+            deterministic: args.deterministic,
+        },
+        false => Pass::Forward,
+    };
+    let (mut host, mut timed) = (Vec::new(), Vec::new());
+    let mut ceilings = DeviceCeilings::default();
     for (at, lane) in lanes.iter().enumerate() {
         let refusal = match &lane.backend {
             Ok(backend) => refusal(args, backend.as_ref(), &problem, lane),
@@ -51,24 +58,58 @@ pub(super) fn shape<T: Element>(
         if refusal.is_some() {
             rows[at].reason = refusal;
         } else if let BackendKind::Cuda { ordinal } = lane.kind {
-            let pass = match args.backward {
-                true => Pass::Backward {
-                    deterministic: args.deterministic,
-                },
-                false => Pass::Forward,
-            };
+            let bound = bound(args, devices, ordinal, &problem, lane, pass, &mut ceilings);
             match devices.time(ordinal, &problem, lane.algorithm, args.repeat, pass) {
-                Ok(samples) => rows[at].measured(&problem, &samples, args.backward),
+                Ok(samples) => {
+                    rows[at].measured(&problem, &samples, args.backward);
+                    timed.push((at, ordinal, bound));
+                }
                 Err(reason) => rows[at].reason = Some(reason),
             }
         } else {
             host.push((at, lane));
         }
     }
+    // Once more after the timings: the device's pace may have changed meanwhile.
+    for &(at, ordinal, _) in &timed {
+        bound(
+            args,
+            devices,
+            ordinal,
+            &problem,
+            &lanes[at],
+            pass,
+            &mut ceilings,
+        );
+    }
+    for (at, ordinal, bound) in timed {
+        let ceiling = bound.and_then(|products| ceilings.ceiling(ordinal, &products));
+        rows[at].related(&problem, ceiling, args.backward);
+    }
     if !host.is_empty() {
         on_host::<T>(args, &problem, &host, &mut rows, pool)?;
     }
     Ok(rows)
+}
+
+/// Measures what bounds a lane on a device once more, if that was asked for: the name of its products.
+/// Where it cannot be measured, the list of all rates says why.
+fn bound(
+    args: &BenchArgs,
+    devices: &mut Devices,
+    ordinal: usize,
+    problem: &Problem,
+    lane: &Lane,
+    pass: Pass,
+    ceilings: &mut DeviceCeilings,
+) -> Option<String> {
+    if !args.ceilings {
+        return None;
+    }
+    let rates = devices.rates(ordinal, problem, lane.algorithm, pass).ok()?;
+    let products = rates.products.clone();
+    ceilings.add(ordinal, rates);
+    Some(products)
 }
 
 /// Why a lane is not run.

@@ -10,9 +10,9 @@ use std::num::NonZeroUsize;
 use anyhow::{Result, bail};
 use clap::Args;
 use tilewise::half::{bf16, f16};
-use tilewise::{DType, Problem};
+use tilewise::{BackendKind, DType, Problem};
 
-use crate::args::select::{self, SelectArgs};
+use crate::args::select::{self, Lane, SelectArgs};
 use crate::cli::Verdict;
 use crate::environment::Environment;
 use crate::shapes::{self, Shape};
@@ -71,8 +71,10 @@ pub(crate) struct BenchArgs {
     memory_limit: u64,
 
     /// Measure what the machine could do at most between the timings: fused multiply-adds from
-    /// registers, and reading as many bytes as K and V have. `ceiling_share` is the time that the
-    /// slower of the two would take at that rate over the median time
+    /// registers, and reading as many bytes as K and V have; on CUDA the matrix instruction that
+    /// the algorithm uses, and reading device memory. `ceiling_share` is the time that the slower
+    /// of the two would take at that rate over the median time, and `ceiling` names it. f32 on
+    /// CUDA is made of three products of f16 or tf32 each: its ceiling is a third of theirs
     #[arg(long, help_heading = "Measurement")]
     ceilings: bool,
 
@@ -169,6 +171,10 @@ fn collect(args: &BenchArgs) -> Result<Report> {
             }
         }
     }
+    let rates = match args.ceilings {
+        true => device_rates(args, &lanes, &results, &mut devices),
+        false => Vec::new(),
+    };
     bar.finish_and_clear();
 
     let infos: Vec<_> = lanes
@@ -179,6 +185,31 @@ fn collect(args: &BenchArgs) -> Result<Report> {
     Ok(Report {
         schema: 1,
         environment: Environment::new(rayon::current_num_threads(), &infos),
+        ceilings: rates,
         results,
     })
+}
+
+/// What was measured of every device that something was timed on.
+fn device_rates(
+    args: &BenchArgs,
+    lanes: &[Lane],
+    results: &[report::Row],
+    devices: &mut device::Devices,
+) -> Vec<report::Rate> {
+    let mut rates = Vec::new();
+    let mut seen = Vec::new();
+    for lane in lanes {
+        let BackendKind::Cuda { ordinal } = lane.kind else {
+            continue;
+        };
+        let timed = results
+            .iter()
+            .any(|row| row.backend == lane.name && row.timed());
+        if timed && !seen.contains(&ordinal) {
+            seen.push(ordinal);
+            rates.extend(devices.every_rate(&lane.name, ordinal, &args.dtype));
+        }
+    }
+    rates
 }

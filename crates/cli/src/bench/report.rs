@@ -26,7 +26,62 @@ pub(super) enum Format {
 pub(super) struct Report {
     pub(super) schema: u32,
     pub(super) environment: Environment,
+    /// Everything that was measured of what devices could do at most.
+    pub(super) ceilings: Vec<Rate>,
     pub(super) results: Vec<Row>,
+}
+
+/// What a device could do at most at one thing.
+#[derive(Debug, Serialize)]
+pub(super) struct Rate {
+    backend: String,
+    name: String,
+    /// For products, a multiply and an add counted as two.
+    gflops: Option<f64>,
+    /// For memory.
+    gbps: Option<f64>,
+    /// Why there is no figure.
+    reason: Option<String>,
+}
+
+#[cfg(feature = "cuda")]
+impl Rate {
+    /// `rate` in FLOP/s or bytes/s.
+    pub(super) fn of(backend: &str, name: String, rate: f64, flops: bool) -> Rate {
+        let rate = Some(rate / 1e9);
+        Rate {
+            backend: backend.into(),
+            name,
+            gflops: rate.filter(|_| flops),
+            gbps: rate.filter(|_| !flops),
+            reason: None,
+        }
+    }
+
+    /// What could not be measured.
+    pub(super) fn missing(backend: &str, name: String, reason: String) -> Rate {
+        Rate {
+            backend: backend.into(),
+            name,
+            gflops: None,
+            gbps: None,
+            reason: Some(reason),
+        }
+    }
+}
+
+impl Rate {
+    fn text(&self) -> String {
+        let Rate { backend, name, .. } = self;
+        match (self.gflops, self.gbps, &self.reason) {
+            (Some(_), ..) => format!("{backend} {name}: {} GFLOP/s", significant(self.gflops)),
+            (_, Some(_), _) => format!("{backend} {name}: {} GB/s", significant(self.gbps)),
+            (.., reason) => format!(
+                "{backend} {name}: not measured: {}",
+                reason.as_deref().unwrap_or_default()
+            ),
+        }
+    }
 }
 
 /// One backend × algorithm × instruction set on one shape, dtype and number of threads.
@@ -49,13 +104,16 @@ pub(super) struct Row {
     pub(super) gflops: Option<f64>,
     /// K and V, each read once, over the median time.
     pub(super) gbps: Option<f64>,
-    /// What the machine could do at most, if that was measured.
+    /// What the machine could do at most, if that was measured: products as the algorithm makes them, and
+    /// reading.
     pub(super) fma_gflops: Option<f64>,
     pub(super) read_gbps: Option<f64>,
+    /// Whose rate `fma_gflops` is: `fma`, on a device the instruction such as `mma.sync bf16`.
+    pub(super) products: Option<String>,
     /// The least time at the slower of the two rates, over the median time.
     pub(super) ceiling_share: Option<f64>,
-    /// The slower of the two: `fma` or `read`.
-    pub(super) ceiling: Option<&'static str>,
+    /// The slower of the two: what `products` says, or `read`.
+    pub(super) ceiling: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -101,6 +159,7 @@ impl Row {
             gbps: None,
             fma_gflops: None,
             read_gbps: None,
+            products: None,
             ceiling_share: None,
             ceiling: None,
         }
@@ -129,13 +188,14 @@ impl Row {
         if backward {
             (share, bound) = (
                 problem.backward_flops() / ms / 1e6 / ceiling.fma_gflops,
-                "fma",
+                &ceiling.products,
             );
         }
         self.fma_gflops = Some(ceiling.fma_gflops);
         self.read_gbps = Some(ceiling.read_gbps);
         self.ceiling_share = Some(share);
-        self.ceiling = Some(bound);
+        self.ceiling = Some(bound.into());
+        self.products = Some(ceiling.products);
     }
 
     pub(super) fn timed(&self) -> bool {
@@ -158,7 +218,7 @@ impl Row {
             },
             significant(self.gflops),
             significant(self.gbps),
-            match (self.ceiling_share, self.ceiling) {
+            match (self.ceiling_share, &self.ceiling) {
                 (Some(share), Some(ceiling)) => format!("{:.0}% {ceiling}", share * 100.0),
                 _ => "-".into(),
             },
@@ -201,6 +261,12 @@ impl Report {
         }
         if self.environment.debug_build {
             text.push_str("this is a debug build: times say nothing\n");
+        }
+        if !self.ceilings.is_empty() {
+            text.push_str("at most:\n");
+        }
+        for rate in &self.ceilings {
+            text.push_str(&format!("  {}\n", rate.text()));
         }
         text
     }
@@ -300,7 +366,7 @@ impl Report {
                 number(row.fma_gflops),
                 number(row.read_gbps),
                 number(row.ceiling_share),
-                row.ceiling.unwrap_or_default().to_string(),
+                row.ceiling.clone().unwrap_or_default(),
                 quoted(row.reason.as_deref().unwrap_or_default()),
             ];
             text.push_str(&cells.join(","));

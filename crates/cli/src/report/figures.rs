@@ -17,6 +17,8 @@ pub(super) struct Timed {
     /// The command that measures the same.
     pub(super) command: String,
     pub(super) results: Vec<Value>,
+    /// What devices could do at most, by name.
+    pub(super) ceilings: Vec<Value>,
     pub(super) charts: Vec<Chart>,
 }
 
@@ -36,12 +38,7 @@ fn parse<A: Args>(words: &[String]) -> Result<A> {
     Ok(A::from_arg_matches(&matches)?)
 }
 
-fn bench(
-    args: &ReportArgs,
-    plan: &Plan,
-    shape: String,
-    ceilings: bool,
-) -> Result<(String, Vec<Value>)> {
+fn bench(args: &ReportArgs, plan: &Plan, shape: String, ceilings: bool) -> Result<Timed> {
     let mut words = vec![
         "--shapes".into(),
         shape,
@@ -60,8 +57,13 @@ fn bench(
         words.push("--ceilings".into());
     }
     let found = bench::figures(&parse::<BenchArgs>(&words)?)?;
-    let results = found["results"].as_array().cloned().unwrap_or_default();
-    Ok((format!("tilewise bench {}", words.join(" ")), results))
+    let list = |name: &str| found[name].as_array().cloned().unwrap_or_default();
+    Ok(Timed {
+        command: format!("tilewise bench {}", words.join(" ")),
+        results: list("results"),
+        ceilings: list("ceilings"),
+        charts: Vec::new(),
+    })
 }
 
 fn list(values: &[usize]) -> String {
@@ -76,13 +78,9 @@ pub(super) fn speed(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
         list(&plan.lengths),
         plan.head_dim
     );
-    let (command, results) = bench(args, plan, shape, true)?;
-    let charts = speed_charts(&results);
-    Ok(Timed {
-        command,
-        results,
-        charts,
-    })
+    let mut timed = bench(args, plan, shape, true)?;
+    timed.charts = speed_charts(&timed.results);
+    Ok(timed)
 }
 
 /// A chart for each backend that was timed, with its roof where its ceilings were measured, whatever it is.
@@ -91,15 +89,7 @@ fn speed_charts(results: &[Value]) -> Vec<Chart> {
         .into_iter()
         .map(|backend| {
             let mut series = lines(results, &backend, "sq", |row| row["gflops"].as_f64());
-            let roof = roof(results, &backend);
-            if !roof.is_empty() {
-                series.push(Series {
-                    name: "measured ceiling".into(),
-                    colour: 4,
-                    dashed: true,
-                    points: roof,
-                });
-            }
+            series.extend(roofs(results, &backend));
             Chart {
                 title: format!("{backend}: speed over N"),
                 x: "N",
@@ -118,22 +108,19 @@ pub(super) fn heads(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
         plan.heads_length,
         plan.head_dim
     );
-    let (command, results) = bench(args, plan, shape, false)?;
-    let charts = backends(&results)
+    let mut timed = bench(args, plan, shape, false)?;
+    let results = &timed.results;
+    timed.charts = backends(results)
         .into_iter()
         .map(|backend| Chart {
             title: format!("{backend}: few heads and many, N = {}", plan.heads_length),
             x: "heads",
             y: "GFLOP/s".into(),
-            series: lines(&results, &backend, "hq", |row| row["gflops"].as_f64()),
+            series: lines(results, &backend, "hq", |row| row["gflops"].as_f64()),
             y_label: |x| ui::significant(Some(x)),
         })
         .collect();
-    Ok(Timed {
-        command,
-        results,
-        charts,
-    })
+    Ok(timed)
 }
 
 /// Backends that were timed, in order.
@@ -182,9 +169,10 @@ fn lines(
     series
 }
 
-/// What the machine could do at most at each N: the speed over its share of the ceiling.
-fn roof(results: &[Value], backend: &str) -> Vec<(f64, f64)> {
-    let mut points: Vec<(f64, f64)> = Vec::new();
+/// What the machine could do at most at each N, the speed over its share of the ceiling: a line for each
+/// kind of products that its algorithms make.
+fn roofs(results: &[Value], backend: &str) -> Vec<Series> {
+    let mut roofs: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
     for row in results.iter().filter(|row| row["backend"] == backend) {
         let (Some(n), Some(speed), Some(share)) = (
             row["shape"]["sq"].as_f64(),
@@ -193,12 +181,32 @@ fn roof(results: &[Value], backend: &str) -> Vec<(f64, f64)> {
         ) else {
             continue;
         };
-        // All algorithms of one shape stand against the same measurement.
+        let words = [&row["isa"], &row["products"]].map(|word| word.as_str().unwrap_or_default());
+        let name = words.join(" ").trim().to_string();
+        let at = roofs.iter().position(|(known, _)| *known == name);
+        let at = at.unwrap_or_else(|| {
+            roofs.push((name, Vec::new()));
+            roofs.len() - 1
+        });
+        // What makes the same products of one shape stands against the same measurement.
+        let points = &mut roofs[at].1;
         if points.last().is_none_or(|last| last.0 != n) {
             points.push((n, speed / share));
         }
     }
-    points
+    let several = roofs.len() > 1;
+    roofs
+        .into_iter()
+        .map(|(name, points)| Series {
+            name: match several {
+                true => format!("ceiling, {name}"),
+                false => "measured ceiling".into(),
+            },
+            colour: 4,
+            dashed: true,
+            points,
+        })
+        .collect()
 }
 
 /// For the chip that runs: an H100 or H200 by its name, otherwise this CPU's cache.
@@ -269,5 +277,36 @@ mod tests {
         assert!(roof.dashed);
         assert_eq!(roof.points, [(128.0, 500.0), (256.0, 800.0)]);
         assert_eq!(cpu.series.len(), 1);
+    }
+
+    /// f32 on a GPU is made of f16 or of tf32, which have roofs of their own.
+    #[test]
+    fn every_kind_of_products_has_its_roof() {
+        let with = |mut row: Value, products: &str| {
+            row["products"] = products.into();
+            row
+        };
+        let results = [
+            with(
+                row("cuda:0", "fa1", 128, 10.0, Some(100.0)),
+                "mma.sync tf32 / 3",
+            ),
+            with(
+                row("cuda:0", "fa2", 128, 50.0, Some(200.0)),
+                "mma.sync f16 / 3",
+            ),
+        ];
+        let charts = speed_charts(&results);
+        let names: Vec<&str> = charts[0].series.iter().map(|s| s.name.as_str()).collect();
+        assert_eq!(
+            names,
+            [
+                "fa1",
+                "fa2",
+                "ceiling, mma.sync tf32 / 3",
+                "ceiling, mma.sync f16 / 3"
+            ]
+        );
+        assert_eq!(charts[0].series[3].points, [(128.0, 200.0)]);
     }
 }

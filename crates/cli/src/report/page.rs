@@ -325,14 +325,39 @@ fn speed(page: &mut String, content: &Content<'_>) -> Result<()> {
     let _ = writeln!(
         page,
         "<h2>Speed over N</h2>\n<p>Forward in {}, seqlen_q = seqlen_k = N. The dashed line is the roof, measured \
-         between the timings: fused multiply-adds from registers, or the reading of K and V, whichever is slower. \
-         Spread is the distance between the quartiles over the median. Where a backend has no dashed line, \
-         its ceiling was not measured.</p>",
+         between the timings: products from registers alone, or the reading of K and V, whichever is slower; \
+         “bound” says which. On a GPU the products are those of the matrix instruction that the algorithm \
+         uses, and its bound names it. Spread is the distance between the quartiles over the median. Where a \
+         backend has no dashed line, its ceiling was not measured.</p>",
         content.dtype
     );
     charts(page, &content.speed.charts)?;
     timings(page, content.speed, Axis("N", "sq"), true);
+    rates(page, &content.speed.ceilings);
     Ok(())
+}
+
+/// What devices could do at most, by name.
+fn rates(page: &mut String, ceilings: &[Value]) {
+    if ceilings.is_empty() {
+        return;
+    }
+    page.push_str(
+        "<p>What was measured as the most that a device does, a multiply and an add counted as two. f32 is \
+         made of three products of f16 or tf32 each, at a third of their rate.</p>\n",
+    );
+    let rows: Vec<Vec<String>> = ceilings
+        .iter()
+        .map(|one| {
+            let rate = match (one["gflops"].as_f64(), one["gbps"].as_f64()) {
+                (Some(gflops), _) => format!("{} TFLOP/s", significant(Some(gflops / 1e3))),
+                (_, Some(gbps)) => format!("{} GB/s", significant(Some(gbps))),
+                _ => format!("not measured: {}", text(&one["reason"])),
+            };
+            vec![text(&one["name"]), text(&one["backend"]), rate]
+        })
+        .collect();
+    table(page, &words(&["ceiling", "backend", "rate"]), &rows);
 }
 
 fn memory(page: &mut String, memory: &Memory) -> Result<()> {
@@ -450,6 +475,27 @@ mod tests {
                 .contains("150%")
         );
         assert!(doubt(&[row(0.9, 0.4)]).unwrap().contains("40%"));
+    }
+
+    #[test]
+    fn ceilings_of_a_device_are_named_with_their_units() {
+        let mut page = String::new();
+        rates(&mut page, &[]);
+        assert!(page.is_empty());
+        let one = |name: &str, gflops: Option<f64>, gbps: Option<f64>, reason: Option<&str>| json!({"backend": "cuda:0", "name": name, "gflops": gflops, "gbps": gbps, "reason": reason});
+        let measured = [
+            one("mma.sync bf16", Some(636e3), None, None),
+            one("device memory, read", None, Some(4340.0), None),
+            one("FFMA f32", None, None, Some("no <compiler>")),
+        ];
+        rates(&mut page, &measured);
+        for part in [
+            "<td>mma.sync bf16</td><td>cuda:0</td><td>636 TFLOP/s</td>",
+            "<td>4340 GB/s</td>",
+            "not measured: no &lt;compiler&gt;",
+        ] {
+            assert!(page.contains(part), "{part}: {page}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! within an architecture's shared memory, and what a launch of it needs.
 
 pub mod backward;
+pub mod ceilings;
 pub mod decode;
 pub mod fa1;
 pub mod fa2;
@@ -62,11 +63,13 @@ pub enum Family {
     BackwardFa1,
     /// By whole matrices.
     BackwardStandard,
+    /// What the device could do at most.
+    Ceilings,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 11] = [
+    pub const ALL: [Family; 12] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
@@ -78,6 +81,7 @@ impl Family {
         Family::BackwardFa2,
         Family::BackwardFa1,
         Family::BackwardStandard,
+        Family::Ceilings,
     ];
 
     /// Its name, as in file names.
@@ -94,6 +98,7 @@ impl Family {
             Family::BackwardFa2 => "backward-fa2",
             Family::BackwardFa1 => "backward-fa1",
             Family::BackwardStandard => "backward-standard",
+            Family::Ceilings => "ceilings",
         }
     }
 
@@ -138,6 +143,7 @@ impl Family {
                 ),
                 include_str!("backward/standard.rs"),
             ),
+            Family::Ceilings => (include_str!("ceilings.cu"), include_str!("ceilings.rs")),
         }
     }
 
@@ -395,6 +401,11 @@ impl Variant {
         hex(&[&self.family.source(), &self.options().join(" ")])
     }
 
+    /// Whether `arch` has its instructions: `sm_90a` has some that `sm_90` and PTX do not.
+    pub fn compiles_for(&self, arch: &str) -> bool {
+        arch == "sm_90a" || self.entry != "tw_ceiling_wgmma"
+    }
+
     /// Compiles it; the log names registers and spills.
     ///
     /// # Errors
@@ -579,6 +590,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
         for entry in backward::fa2::ROWS {
             add(Some(backward::fa2::rows(dtype, entry)));
         }
+        for variant in ceilings::list(compute, dtype) {
+            add(Some(variant));
+        }
     }
     all
 }
@@ -621,6 +635,7 @@ pub fn build(
         work.extend(
             list(compute, selection)
                 .into_iter()
+                .filter(|variant| variant.compiles_for(arch))
                 .map(|variant| (arch, variant)),
         );
     }
@@ -725,6 +740,29 @@ mod tests {
         defines.dedup();
         assert_eq!(names.len(), all.len());
         assert_eq!(defines.len(), all.len());
+    }
+
+    #[test]
+    fn every_family_is_built_and_wgmma_for_hopper_alone() {
+        let all = list(90, &Selection::default());
+        for variant in &all {
+            let wgmma = variant.entry == "tw_ceiling_wgmma";
+            assert!(variant.compiles_for("sm_90a"));
+            for other in ["sm_90", "compute_90", "sm_80", "sm_120"] {
+                assert_eq!(variant.compiles_for(other), !wgmma, "{}", variant.name);
+            }
+        }
+        assert!(all.iter().any(|v| v.entry == "tw_ceiling_wgmma"));
+        let before = list(80, &Selection::default());
+        assert!(!before.iter().any(|v| v.entry == "tw_ceiling_wgmma"));
+        let wide = Selection {
+            head_dims: vec![64, 512],
+            ..Selection::default()
+        };
+        let built = list(90, &wide);
+        for family in Family::ALL {
+            assert!(built.iter().any(|v| v.family == family), "{family}");
+        }
     }
 
     #[test]
