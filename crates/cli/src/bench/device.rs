@@ -83,26 +83,21 @@ impl Devices {
             Ok(device) => device,
             Err(reason) => return vec![Rate::missing(backend, "every ceiling".into(), reason)],
         };
-        let mut products = Vec::new();
-        let mut add = |one: Products| {
-            if !products.contains(&one) {
-                products.push(one);
-            }
-        };
-        for &dtype in dtypes {
-            // f32 is made of products of either.
-            let made_of = match dtype {
-                DType::F32 => &[DType::F16, DType::F32][..],
-                _ => std::slice::from_ref(&dtype),
-            };
-            for &dtype in made_of {
-                add(Products::plain(Instruction::Mma, dtype));
-                if device.compute() == 90 {
-                    add(Products::plain(Instruction::Wgmma, dtype));
-                }
+        // f32 is made of products of either f16 or tf32.
+        let all = [DType::BF16, DType::F16, DType::F32];
+        let made_of = all.into_iter().filter(|dtype| {
+            let halves = *dtype == DType::F16 && dtypes.contains(&DType::F32);
+            halves || dtypes.contains(dtype)
+        });
+        let made_of: Vec<DType> = made_of.collect();
+        let mut products = vec![Products::plain(Instruction::Fma, DType::F32)];
+        for instruction in [Instruction::Mma, Instruction::Wgmma] {
+            // Last what takes most power, after which a device is slower for a while.
+            if instruction == Instruction::Mma || device.compute() == 90 {
+                let plain = |&dtype: &DType| Products::plain(instruction, dtype);
+                products.extend(made_of.iter().map(plain));
             }
         }
-        add(Products::plain(Instruction::Fma, DType::F32));
         let mut rates = Vec::new();
         let mut take = |name: String, rate: tilewise::Result<f64>, flops: bool| {
             rates.push(match rate {

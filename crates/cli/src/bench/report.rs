@@ -74,7 +74,10 @@ impl Rate {
     fn text(&self) -> String {
         let Rate { backend, name, .. } = self;
         match (self.gflops, self.gbps, &self.reason) {
-            (Some(_), ..) => format!("{backend} {name}: {} GFLOP/s", significant(self.gflops)),
+            (Some(gflops), ..) => format!(
+                "{backend} {name}: {} TFLOP/s",
+                significant(Some(gflops / 1e3))
+            ),
             (_, Some(_), _) => format!("{backend} {name}: {} GB/s", significant(self.gbps)),
             (.., reason) => format!(
                 "{backend} {name}: not measured: {}",

@@ -64,6 +64,11 @@ pub(super) struct Kernel {
     pub(super) local_loads: u32,
     pub(super) local_stores: u32,
     pub(super) matrix: u32,
+    /// Those by name: `mma.sync`, `wgmma.mma_async`.
+    pub(super) matrix_by: BTreeMap<String, u32>,
+    /// Copies by the copy engine (TMA), to shared memory and from there.
+    pub(super) bulk_loads: u32,
+    pub(super) bulk_stores: u32,
     pub(super) exponentials: u32,
 }
 
@@ -85,9 +90,22 @@ pub(super) fn kernel(
         if let Some(count) = kernel.counter(instruction) {
             *count += 1;
         }
+        if is_matrix(instruction) {
+            let name = instruction.op.split('.').take(2).collect::<Vec<_>>();
+            *kernel.matrix_by.entry(name.join(".")).or_default() += 1;
+        }
         for (way, operand, bytes) in global(instruction) {
+            if is_bulk(instruction) {
+                match way {
+                    Way::Load => kernel.bulk_loads += 1,
+                    Way::Store => kernel.bulk_stores += 1,
+                }
+            }
             let base = address(operand).map_or(operand, |(base, _)| base);
-            let pointers = definitions.pointers(base);
+            let mut pointers = definitions.pointers(base);
+            if has_tensor_map(instruction) {
+                pointers.extend(definitions.argument(base));
+            }
             let named: Vec<&str> = pointers.iter().filter_map(|&p| name(p)).collect();
             let tensor = match (&named[..], pointers.len()) {
                 ([], 0) => "unknown".to_string(),
@@ -132,6 +150,19 @@ fn is_matrix(instruction: &Instruction) -> bool {
         .any(|op| instruction.is(op))
 }
 
+/// Whether the copy engine is told by a tensor map, not by an address, what to move.
+fn has_tensor_map(instruction: &Instruction) -> bool {
+    is_bulk(instruction) && instruction.op.contains(".tensor.")
+}
+
+/// Copies and reductions that the copy engine (TMA) makes between global and shared memory.
+fn is_bulk(instruction: &Instruction) -> bool {
+    let op = instruction.op.as_str();
+    let bulk = op.starts_with("cp.async.bulk") || op.starts_with("cp.reduce.async.bulk");
+    // Waits and prefetches move nothing that the kernel sees.
+    bulk && op.contains(".global") && op.contains(".shared")
+}
+
 /// Accesses to global memory, with the operand that holds the address. An address that names no space
 /// counts: it may be anywhere.
 fn global(instruction: &Instruction) -> Vec<(Way, &str, u32)> {
@@ -151,6 +182,20 @@ fn global(instruction: &Instruction) -> Vec<(Way, &str, u32)> {
             let at = usize::from(instruction.is("atom"));
             found.extend(operand(at).map(|at| (Way::Store, at, instruction.bytes())));
         }
+    } else if is_bulk(instruction) {
+        // The destination stands first in the name and among the operands.
+        let stores = instruction.op.find(".global") < instruction.op.find(".shared");
+        let bytes = match has_tensor_map(instruction) {
+            true => None,
+            false => operand(2).and_then(|size| size.parse().ok()),
+        };
+        let (way, at) = match stores {
+            true => (Way::Store, 0),
+            false => (Way::Load, 1),
+        };
+        found.extend(operand(at).map(|at| (way, at, bytes.unwrap_or(0))));
+    } else if instruction.is("cp.async.bulk") {
+        // A wait, a prefetch, or between blocks.
     } else if instruction.is("cp.async") && instruction.op.contains(".global") {
         let bytes = operand(2).and_then(|size| size.parse().ok()).unwrap_or(0);
         found.extend(operand(1).map(|at| (Way::Load, at, bytes)));
@@ -186,5 +231,60 @@ impl Kernel {
         names.sort_unstable();
         names.dedup();
         names
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ptx;
+    use super::*;
+
+    /// What Hopper has: the copy engine's loads and stores by tensor map, products of warpgroups.
+    #[test]
+    fn the_copy_engine_and_warpgroups_are_known() {
+        let text = ".version 8.0
+.visible .entry f(.param .align 128 .b8 f_param_0[256], .param .u64 f_param_1)
+{
+	mov.b64 %rd1, f_param_0;
+	cvta.param.u64 %rd2, %rd1;
+	add.s64 %rd3, %rd2, 128;
+	ld.param.u64 %rd4, [f_param_1];
+LOOP:
+	cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd2, {%r2, %r3, %r4, %r5}], [%r6];
+	cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd4], 512, [%r6];
+	wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1, %f2}, %rd7, %rd8, p, 1, 1, 0, 0;
+	wgmma.wait_group.sync.aligned 0;
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2}, {%r1, %r2}, {%r3, %r4}, {%f1, %f2};
+	@%p1 bra LOOP;
+	cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%rd3, {%r2, %r3, %r4, %r5}], [%r1];
+	cp.async.bulk.commit_group;
+	cp.async.bulk.wait_group 0;
+	ret;
+}";
+        let functions = ptx::parse(text).unwrap();
+        let name = |pointer: Pointer| match (pointer.param, pointer.offset) {
+            (0, 0) => Some("k"),
+            (0, 128) => Some("out"),
+            (1, 0) => Some("v"),
+            _ => None,
+        };
+        let kernel = kernel(&functions[0], name);
+        let found: Vec<_> = kernel
+            .accesses
+            .iter()
+            .map(|a| (a.way, a.tensor.as_str(), a.place, a.bytes))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                (Way::Load, "k", Place::Inside, 0),
+                (Way::Load, "v", Place::Inside, 512),
+                (Way::Store, "out", Place::After, 0),
+            ]
+        );
+        assert_eq!((kernel.bulk_loads, kernel.bulk_stores), (2, 1));
+        assert_eq!(kernel.matrix, 2);
+        let by: Vec<_> = kernel.matrix_by.keys().map(String::as_str).collect();
+        assert_eq!(by, ["mma.sync", "wgmma.mma_async"]);
     }
 }

@@ -212,9 +212,11 @@ impl Instruction {
     }
 }
 
-/// Register or name, and the constant added to it, of `[%rd1+-8]`.
+/// Register or name, and the constant added to it, of `[%rd1+-8]`; of a tensor map with its coordinates,
+/// `[%rd1, {%r1, %r2}]`, that of the map.
 pub(super) fn address(operand: &str) -> Option<(&str, i64)> {
     let inner = operand.strip_prefix('[')?.strip_suffix(']')?.trim();
+    let inner = inner.split(',').next().unwrap_or_default().trim();
     match inner.split_once('+') {
         Some((base, offset)) => Some((base.trim(), offset.trim().parse().ok()?)),
         None => Some((inner, 0)),
@@ -269,6 +271,13 @@ impl<'a> Definitions<'a> {
             }
         }
         found
+    }
+
+    /// The argument whose own address `register` holds: a tensor map is passed by value and named by its
+    /// place.
+    pub(super) fn argument(&self, register: &str) -> Option<Pointer> {
+        let (param, offset) = self.parameter(register, 0)?;
+        Some(Pointer { param, offset })
     }
 
     /// The pointer that a `ld.param` of 64 bits puts into `register`.
@@ -349,6 +358,31 @@ $L__BB0_1:
         assert_eq!(address(&store.operands[0]), Some(("%rd7", 8)));
         assert!(parse("#include <cuda.h>").is_err());
         assert!(parse(".version 8.0\n.entry x() { ret;").is_err());
+    }
+
+    #[test]
+    fn a_tensor_map_is_found_by_its_place() {
+        let text = ".version 8.0
+.visible .entry f(.param .align 128 .b8 f_param_0[384])
+{
+	mov.b64 %rd1, f_param_0;
+	cvta.param.u64 %rd2, %rd1;
+	add.s64 %rd3, %rd2, 128;
+	cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd3, {%r2, %r3, %r4, %r5}], [%r6];
+	ret;
+}";
+        let functions = parse(text).unwrap();
+        let copy = &functions[0].body[3];
+        let (base, offset) = address(&copy.operands[1]).unwrap();
+        assert_eq!((base, offset), ("%rd3", 0));
+        let found = Definitions::new(&functions[0]).argument(base);
+        assert_eq!(
+            found,
+            Some(Pointer {
+                param: 0,
+                offset: 128
+            })
+        );
     }
 
     #[test]

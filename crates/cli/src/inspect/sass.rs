@@ -11,8 +11,10 @@ use serde::Serialize;
 pub(super) struct Counts {
     pub(super) instructions: u32,
     pub(super) global_loads: u32,
-    /// Copies from global to shared memory that pass no register.
+    /// Copies from global to shared memory that pass no register, those of the copy engine (TMA) among them.
     pub(super) global_to_shared: u32,
+    /// Copies from shared to global memory by the copy engine.
+    pub(super) shared_to_global: u32,
     pub(super) global_stores: u32,
     pub(super) shared_loads: u32,
     pub(super) shared_stores: u32,
@@ -20,6 +22,10 @@ pub(super) struct Counts {
     pub(super) local_stores: u32,
     pub(super) atomics: u32,
     pub(super) matrix: u32,
+    /// Those by name: `HMMA`, `HGMMA` of a warpgroup.
+    pub(super) matrix_by: BTreeMap<String, u32>,
+    /// Copies that pass no register by name: `LDGSTS`, `UTMALDG`, `UTMASTG`.
+    pub(super) copies_by: BTreeMap<String, u32>,
     pub(super) exponentials: u32,
     pub(super) registers: Option<u32>,
 }
@@ -28,9 +34,21 @@ impl Counts {
     fn take(&mut self, mnemonic: &str) {
         self.instructions += 1;
         let op = mnemonic.split('.').next().unwrap_or_default();
+        let to_shared = matches!(op, "LDGSTS" | "UTMALDG")
+            // Towards shared memory from global memory; the other way it is .G.S.
+            || op == "UBLKCP" && mnemonic.contains(".S.G");
+        let to_global =
+            matches!(op, "UTMASTG" | "UTMAREDG" | "UBLKRED") || op == "UBLKCP" && !to_shared;
+        if op.ends_with("MMA") {
+            *self.matrix_by.entry(op.into()).or_default() += 1;
+        }
+        if to_shared || to_global {
+            *self.copies_by.entry(op.into()).or_default() += 1;
+        }
         let count = match op {
             "LDG" | "LD" => &mut self.global_loads,
-            "LDGSTS" | "UBLKCP" | "UTMALDG" => &mut self.global_to_shared,
+            _ if to_shared => &mut self.global_to_shared,
+            _ if to_global => &mut self.shared_to_global,
             "STG" | "ST" => &mut self.global_stores,
             "LDS" | "LDSM" => &mut self.shared_loads,
             "STS" | "STSM" => &mut self.shared_stores,
@@ -157,15 +175,26 @@ mod tests {
         /*0060*/                   LDSM.16.M88.4 R4, [R5] ;
         /*0070*/               @P1 STL [R1], R4 ;
         /*0080*/                   STG.E [R2.64], R4 ;
-        /*0090*/                   EXIT ;";
+        /*0090*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*00a0*/                   UTMALDG.4D [UR8], [UR4], desc[UR6] ;
+        /*00b0*/              @P0  UTMASTG.4D [UR8], [UR4] ;
+        /*00c0*/                   UBLKCP.S.G [UR8], [UR4], UR6 ;
+        /*00d0*/                   EXIT ;";
+        let named = |names: &[(&str, u32)]| {
+            let named = names.iter().map(|&(name, count)| (name.into(), count));
+            named.collect::<BTreeMap<String, u32>>()
+        };
         let expected = Counts {
-            instructions: 10,
+            instructions: 14,
             global_loads: 1,
-            global_to_shared: 1,
+            global_to_shared: 3,
+            shared_to_global: 1,
             global_stores: 1,
             shared_loads: 1,
             local_stores: 1,
-            matrix: 1,
+            matrix: 2,
+            matrix_by: named(&[("HMMA", 1), ("HGMMA", 1)]),
+            copies_by: named(&[("LDGSTS", 1), ("UBLKCP", 1), ("UTMALDG", 1), ("UTMASTG", 1)]),
             exponentials: 1,
             ..Counts::default()
         };

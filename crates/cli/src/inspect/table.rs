@@ -1,5 +1,6 @@
 //! What was found, as people read it.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::access::Way;
@@ -62,10 +63,15 @@ fn one(text: &mut String, kernel: &Inspected) {
         text.push_str(&grid.render());
         let ptx = &kernel.ptx;
         said.push(format!(
-            "PTX: {} matrix products, {} exponentials; shared memory: {} loads, {} stores; local memory: {} \
-             loads, {} stores",
+            "PTX: {} matrix products{}, {} exponentials{}; shared memory: {} loads, {} stores; local memory: \
+             {} loads, {} stores",
             ptx.matrix,
+            by_name(&ptx.matrix_by),
             ptx.exponentials,
+            match (ptx.bulk_loads, ptx.bulk_stores) {
+                (0, 0) => String::new(),
+                (loads, stores) => format!("; copy engine (TMA): {loads} loads, {stores} stores"),
+            },
             ptx.shared_loads,
             ptx.shared_stores,
             ptx.local_loads,
@@ -74,14 +80,18 @@ fn one(text: &mut String, kernel: &Inspected) {
     }
     if let Some(sass) = &kernel.sass {
         said.push(format!(
-            "machine code: {} instructions, {} matrix products, {} exponentials; global: {} loads, {} copies \
-             to shared, {} stores; shared: {} loads, {} stores; local: {} loads, {} stores",
+            "machine code: {} instructions, {} matrix products{}, {} exponentials; global: {} loads, {} \
+             stores, {} copies to shared, {} from there{}; shared: {} loads, {} stores; local: {} loads, {} \
+             stores",
             sass.instructions,
             sass.matrix,
+            by_name(&sass.matrix_by),
             sass.exponentials,
             sass.global_loads,
-            sass.global_to_shared,
             sass.global_stores,
+            sass.global_to_shared,
+            sass.shared_to_global,
+            by_name(&sass.copies_by),
             sass.shared_loads,
             sass.shared_stores,
             sass.local_loads,
@@ -107,6 +117,19 @@ fn one(text: &mut String, kernel: &Inspected) {
     }
     for line in said {
         text.push_str(&ui::wrap(&format!("    {line}"), 6));
+    }
+}
+
+/// ` (HMMA)`, ` (HGMMA 32, HMMA 4)`.
+fn by_name(counts: &BTreeMap<String, u32>) -> String {
+    let one = counts.len() == 1;
+    let names = counts.iter().map(|(name, count)| match one {
+        true => name.clone(),
+        false => format!("{name} {count}"),
+    });
+    match counts.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", names.collect::<Vec<_>>().join(", ")),
     }
 }
 

@@ -90,15 +90,34 @@ fn speed_charts(results: &[Value]) -> Vec<Chart> {
         .map(|backend| {
             let mut series = lines(results, &backend, "sq", |row| row["gflops"].as_f64());
             series.extend(roofs(results, &backend));
-            Chart {
-                title: format!("{backend}: speed over N"),
-                x: "N",
-                y: "GFLOP/s".into(),
-                series,
-                y_label: |x| ui::significant(Some(x)),
-            }
+            speed_chart(format!("{backend}: speed over N"), "N", series)
         })
         .collect()
+}
+
+/// Speeds in GFLOP/s, drawn in the unit in which their numbers are short.
+fn speed_chart(title: String, x: &'static str, mut series: Vec<Series>) -> Chart {
+    let points = series.iter().flat_map(|series| &series.points);
+    let most = points.map(|point| point.1).fold(0.0, f64::max);
+    let (unit, y) = match most >= 1e4 {
+        true => (1e3, "TFLOP/s"),
+        false => (1.0, "GFLOP/s"),
+    };
+    for series in &mut series {
+        for point in &mut series.points {
+            point.1 /= unit;
+        }
+    }
+    Chart {
+        title,
+        x,
+        y: y.into(),
+        series,
+        y_label: |x| match x >= 1.0 && x.fract() == 0.0 {
+            true => x.to_string(),
+            false => ui::significant(Some(x)),
+        },
+    }
 }
 
 pub(super) fn heads(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
@@ -112,12 +131,12 @@ pub(super) fn heads(args: &ReportArgs, plan: &Plan) -> Result<Timed> {
     let results = &timed.results;
     timed.charts = backends(results)
         .into_iter()
-        .map(|backend| Chart {
-            title: format!("{backend}: few heads and many, N = {}", plan.heads_length),
-            x: "heads",
-            y: "GFLOP/s".into(),
-            series: lines(results, &backend, "hq", |row| row["gflops"].as_f64()),
-            y_label: |x| ui::significant(Some(x)),
+        .map(|backend| {
+            speed_chart(
+                format!("{backend}: few heads and many, N = {}", plan.heads_length),
+                "heads",
+                lines(results, &backend, "hq", |row| row["gflops"].as_f64()),
+            )
         })
         .collect();
     Ok(timed)
@@ -277,6 +296,20 @@ mod tests {
         assert!(roof.dashed);
         assert_eq!(roof.points, [(128.0, 500.0), (256.0, 800.0)]);
         assert_eq!(cpu.series.len(), 1);
+    }
+
+    #[test]
+    fn fast_backends_are_drawn_in_teraflops() {
+        let results = [
+            row("cuda:0", "fa2", 128, 2000.0, Some(600e3)),
+            row("cpu", "fa2", 128, 50.0, Some(100.0)),
+        ];
+        let charts = speed_charts(&results);
+        assert_eq!((&charts[0].y[..], &charts[1].y[..]), ("TFLOP/s", "GFLOP/s"));
+        assert_eq!(charts[0].series[0].points, [(128.0, 2.0)]);
+        assert_eq!(charts[0].series[1].points, [(128.0, 600.0)]);
+        assert_eq!(charts[1].series[0].points, [(128.0, 50.0)]);
+        assert_eq!((charts[0].y_label)(512.0), "512");
     }
 
     /// f32 on a GPU is made of f16 or of tf32, which have roofs of their own.

@@ -262,7 +262,9 @@ fn timings(page: &mut String, timed: &Timed, axis: Axis, ceilings: bool) {
         cells.push(percent(&row["spread"]));
         rows.push(cells);
     }
-    let said: Vec<String> = shared.into_iter().filter_map(|(_, one)| one).collect();
+    let said = shared.into_iter().filter_map(|(_, one)| one);
+    // A GPU has no instruction set to choose.
+    let said: Vec<String> = said.filter(|word| word != "-").collect();
     if !said.is_empty() {
         let _ = writeln!(page, "<p class=\"faint\">All on {}.</p>", said.join(", "));
     }
