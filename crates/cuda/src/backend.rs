@@ -28,6 +28,9 @@ use crate::view::{DeviceMask, DeviceView, DeviceViewMut};
 /// Device memory that `standard` may take for S and P at once, if more is free.
 const STANDARD_BUDGET: u64 = 8 << 30;
 
+/// The setting that asks for kernels that are made for no chip in particular.
+pub const PORTABLE_SETTING: &str = "TILEWISE_PORTABLE_KERNELS";
+
 /// Where kernels come from, and which GPU to use.
 #[derive(Clone, Debug, Default)]
 pub struct CudaOptions {
@@ -43,6 +46,9 @@ pub struct CudaOptions {
     pub device_memory: Option<u64>,
     /// NVRTC, or its folder; `None`: `TILEWISE_NVRTC`, else the usual places.
     pub nvrtc: Option<PathBuf>,
+    /// Only kernels that every chip from compute capability 8.0 on can run: `fa2.cu` where
+    /// `hopper.cu` would serve. `None`: whether [`PORTABLE_SETTING`] is set and not empty.
+    pub portable: Option<bool>,
 }
 
 #[derive(Debug)]
@@ -58,6 +64,7 @@ struct Shared {
     multiprocessors: i32,
     memory: u64,
     budget: u64,
+    portable: bool,
     /// Decode kernels by what they serve.
     known: crate::decode::Known,
     /// Streams at rest: each host call takes one, so that calls from several threads overlap.
@@ -127,6 +134,9 @@ impl CudaBackend {
                 multiprocessors,
                 memory: device.memory,
                 budget: options.device_memory.unwrap_or(device.memory),
+                portable: options.portable.unwrap_or_else(|| {
+                    std::env::var_os(PORTABLE_SETTING).is_some_and(|value| !value.is_empty())
+                }),
                 known: crate::decode::Known::default(),
                 streams: Mutex::default(),
             }),
@@ -154,6 +164,11 @@ impl CudaBackend {
     /// The checked level's kernels.
     pub fn modules(&self) -> &Modules {
         &self.shared.modules
+    }
+
+    /// Whether kernels made for one chip are left aside.
+    pub fn portable(&self) -> bool {
+        self.shared.portable
     }
 
     /// Shared memory a block may have, in bytes.
@@ -623,6 +638,14 @@ impl Backend for CudaBackend {
                 ("memory".into(), format!("{} MiB", shared.memory >> 20)),
                 ("L2".into(), format!("{} MiB", shared.l2 >> 20)),
                 (
+                    "fa2 forward".into(),
+                    match shared.compute == crate::kernels::hopper::COMPUTE && !shared.portable {
+                        true => "sm_90a: warpgroup products, bulk copies (f16, bf16; head_dim 64, 128, 256)",
+                        false => "mma.sync, cp.async",
+                    }
+                    .into(),
+                ),
+                (
                     "compiler".into(),
                     match shared.modules.nvrtc() {
                         Ok(nvrtc) => nvrtc.to_string(),
@@ -660,7 +683,7 @@ impl Backend for CudaBackend {
     }
 
     fn tile(&self, problem: &Problem, algorithm: Algorithm) -> Option<BlockSizes> {
-        crate::tile::of(problem, algorithm, self.shared_limit())
+        crate::tile::on(self, problem, algorithm)
     }
 
     /// Copies q, k and v to the device and out and lse back; device memory goes through
@@ -689,9 +712,12 @@ impl Backend for CudaBackend {
             }
             _ => return Err(wrong_dtype("q", problem.dtype(), dtype)),
         }
+        let own =
+            !self.streams(problem) && crate::hopper::tile_of(self, problem, algorithm).is_some();
         Ok(ForwardReport {
             algorithm: algorithm.resolve(),
-            isa: format!("sm_{}", self.shared.compute),
+            // As compilers name it: with an `a`, instructions of that chip alone.
+            isa: format!("sm_{}{}", self.shared.compute, if own { "a" } else { "" }),
         })
     }
 

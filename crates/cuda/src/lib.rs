@@ -27,6 +27,7 @@ pub mod cache;
 pub mod ceilings;
 pub mod decode;
 pub mod error;
+mod hopper;
 pub mod kernels;
 pub mod module;
 pub mod nvrtc;

@@ -8,6 +8,7 @@ use tilewise_core::{Algorithm, DType, Dropout, Error, Problem, Result, Sequence}
 use crate::backend::CudaBackend;
 use crate::decode::{self, Placed};
 use crate::error::{allocation, driver, unsupported};
+use crate::hopper;
 use crate::kernels::{
     Mask, PADDED, Score, Spec, Variant, fa1, fa2, fa2_wide, pack as packing, pad, standard,
 };
@@ -323,12 +324,12 @@ pub(crate) fn q_shape(problem: &Problem) -> [usize; 4] {
     [d.batch, d.num_heads, d.seqlen_q, d.head_dim]
 }
 
-fn k_shape(problem: &Problem) -> [usize; 4] {
+pub(crate) fn k_shape(problem: &Problem) -> [usize; 4] {
     let d = problem.dims();
     [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim]
 }
 
-fn v_shape(problem: &Problem) -> [usize; 4] {
+pub(crate) fn v_shape(problem: &Problem) -> [usize; 4] {
     let d = problem.dims();
     [d.batch, d.num_kv_heads, d.seqlen_k, d.head_dim_v]
 }
@@ -562,19 +563,25 @@ fn run_fa2_forward(
     } else {
         None
     };
-    if !wide && !sequences::needed(problem) {
+    spec.sequences = sequences::needed(problem);
+    let hopper = hopper::serves(backend, problem, &spec)?;
+    if let Some(kernel) = hopper.as_ref().filter(|_| !spec.sequences) {
+        return hopper::run_dense(backend, stream, problem, args, &spec, kernel);
+    }
+    if !wide && !spec.sequences {
         run_fa2(backend, stream, problem, args, &spec, false)?;
         drop(pairs);
         return Ok(());
     }
     let tile = fa2_wide::tile(spec.dtype, dims.head_dim_v);
-    let rows = if wide {
+    let rows = if let Some((_, tile)) = &hopper {
+        tile.rows()
+    } else if wide {
         tile.rows
     } else {
         fa2::rows(&spec, limit).ok_or_else(|| missing(&spec))?
     };
-    let table = if sequences::needed(problem) {
-        spec.sequences = true;
+    let table = if spec.sequences {
         let own = |sequence: &Sequence| !decode::takes(problem, sequence);
         let Some(table) = OnDevice::new(stream, problem, rows as usize, own)? else {
             return Ok(());
@@ -589,6 +596,11 @@ fn run_fa2_forward(
         args.pairs_per_group = pairs_per_group(problem, dims.seqlen_k, backend.l2_bytes());
         None
     };
+    if let Some(kernel) = &hopper {
+        hopper::run(backend, stream, problem, args, &spec, kernel)?;
+        drop(table);
+        return Ok(());
+    }
     let (variant, columns) = if wide {
         let columns = dims.head_dim_v.div_ceil(tile.columns as usize).max(1) as u64;
         (fa2_wide::variant(&spec, tile, limit), columns)

@@ -23,7 +23,20 @@ pub(crate) fn aligned(
     if shape.contains(&0) || view::aligned(&tensor, shape, dtype) {
         return Ok((tensor, None));
     }
-    let kept = |stride: i64, n: usize| if stride == 0 { 1 } else { n };
+    anew(backend, stream, tensor, shape, dtype, true)
+}
+
+/// A copy of `tensor` with aligned rows and no gaps; axes of stride 0 stay so if `broadcast` says so, or
+/// are written out.
+pub(crate) fn anew(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    tensor: Tensor,
+    shape: [usize; 4],
+    dtype: DType,
+    broadcast: bool,
+) -> Result<(Tensor, Option<CudaSlice<u8>>)> {
+    let kept = |stride: i64, n: usize| if broadcast && stride == 0 { 1 } else { n };
     let (b, h, s) = (
         kept(tensor.sb, shape[0]),
         kept(tensor.sh, shape[1]),

@@ -163,11 +163,37 @@ pub struct BackwardArgs {
 // SAFETY: repr(C) of integers and floats only, the layout `struct Grads` of backward/common.cu has.
 unsafe impl DeviceRepr for BackwardArgs {}
 
+/// Where a tensor lies and in which boxes the copy engine walks it: `CUtensorMap` of the driver.
+#[repr(C, align(128))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TensorMap {
+    /// Filled in by `cuTensorMapEncodeTiled`.
+    pub opaque: [u64; 16],
+}
+
+/// What `hopper.cu` takes, by value, and mirrors.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)] // documented where the kernels read them
+pub struct HopperArgs {
+    pub q: TensorMap,
+    pub k: TensorMap,
+    pub v: TensorMap,
+    pub forward: Args,
+    pub units: i32,
+    pub folded: i32,
+}
+
+// SAFETY: repr(C) of integers and floats only, the layout `struct HopperArgs` of hopper.cu has; its tail is
+// padded on both sides alike.
+unsafe impl DeviceRepr for HopperArgs {}
+
 /// An argument block: what some kernel takes as its only argument.
 pub trait Block: DeviceRepr {}
 impl Block for Args {}
 impl Block for BackwardArgs {}
 impl Block for Decode {}
+impl Block for HopperArgs {}
 
 /// Grid and block of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -259,6 +285,18 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Decode, kv_heads), 6 * 40 + 8 * 8);
         assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 8 * 8 + 19 * 4);
         assert_eq!(size_of::<Decode>(), 6 * 40 + 8 * 8 + 22 * 4);
+    }
+
+    #[test]
+    fn tensor_maps_are_the_drivers() {
+        assert_eq!(size_of::<TensorMap>(), size_of::<sys::CUtensorMap>());
+        assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>());
+        assert_eq!(std::mem::offset_of!(HopperArgs, forward), 3 * 128);
+        assert_eq!(
+            std::mem::offset_of!(HopperArgs, units),
+            3 * 128 + size_of::<Args>()
+        );
+        assert_eq!(size_of::<HopperArgs>() % 128, 0);
     }
 
     #[test]

@@ -2,8 +2,21 @@
 
 use tilewise_core::{Algorithm, BlockSizes, Problem};
 
+use crate::backend::CudaBackend;
 use crate::kernels::{fa1, fa2, standard};
-use crate::ops;
+use crate::{hopper, ops};
+
+/// As [`of`], on the device of `backend`.
+pub(crate) fn on(
+    backend: &CudaBackend,
+    problem: &Problem,
+    algorithm: Algorithm,
+) -> Option<BlockSizes> {
+    match hopper::tile_of(backend, problem, algorithm) {
+        Some(tile) => BlockSizes::new(tile.rows() as usize, tile.keys as usize).ok(),
+        None => of(problem, algorithm, backend.shared_limit()),
+    }
+}
 
 /// Rows and keys a tile, within `limit` bytes of shared memory; of `standard`, the tile of S.
 pub(crate) fn of(problem: &Problem, algorithm: Algorithm, limit: u32) -> Option<BlockSizes> {

@@ -22,6 +22,8 @@ use common::{Noise, gpu};
 
 #[path = "gpu/decode.rs"]
 mod decode;
+#[path = "gpu/hopper.rs"]
+mod hopper;
 #[path = "gpu/streamed.rs"]
 mod streamed;
 

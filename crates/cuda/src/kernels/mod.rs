@@ -9,6 +9,7 @@ pub mod decode;
 pub mod fa1;
 pub mod fa2;
 pub mod fa2_wide;
+pub mod hopper;
 pub mod pack;
 pub mod split;
 pub mod standard;
@@ -49,6 +50,8 @@ pub enum Family {
     Fa2,
     /// FlashAttention-2 for head_dims above 256.
     Fa2Wide,
+    /// FlashAttention-2 on Hopper: products of warpgroups, tiles by the copy engine.
+    Hopper,
     /// Few queries over many keys: FlashAttention-2 with the keys split.
     Decode,
     /// Begin, merge and finish of a state; random inputs for benchmarks.
@@ -69,11 +72,12 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 12] = [
+    pub const ALL: [Family; 13] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
         Family::Fa2Wide,
+        Family::Hopper,
         Family::Decode,
         Family::State,
         Family::Pack,
@@ -91,6 +95,7 @@ impl Family {
             Family::Fa1 => "fa1",
             Family::Fa2 => "fa2",
             Family::Fa2Wide => "fa2-wide",
+            Family::Hopper => "hopper",
             Family::Decode => "decode",
             Family::State => "state",
             Family::Pack => "pack",
@@ -108,6 +113,10 @@ impl Family {
             Family::Fa1 => (include_str!("fa1.cu"), include_str!("fa1.rs")),
             Family::Fa2 => (include_str!("fa2.cu"), include_str!("fa2.rs")),
             Family::Fa2Wide => (include_str!("fa2_wide.cu"), include_str!("fa2_wide.rs")),
+            Family::Hopper => (
+                concat!(include_str!("wgmma.cu"), "\n", include_str!("hopper.cu")),
+                include_str!("hopper.rs"),
+            ),
             Family::Decode => (include_str!("decode.cu"), include_str!("decode.rs")),
             Family::State => (include_str!("state.cu"), include_str!("state.rs")),
             Family::Pack => (include_str!("pack.cu"), include_str!("pack.rs")),
@@ -517,6 +526,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                         ..spec
                     };
                     add(fa2::variant(&whole, limit, false));
+                    for rows in [1, usize::MAX] {
+                        add(hopper::variant(&spec, rows, compute, limit).map(|found| found.0));
+                    }
                 } else {
                     let tile = fa2_wide::tile(dtype, head_dim);
                     add(fa2_wide::variant(&spec, tile, limit));

@@ -18,9 +18,9 @@ struct Place {
 
 // Blocks of one group of heads run together, so that their K and V stay in L2; inside a group the row blocks with the most keys
 // go first.
-DEV Place place_of(const Args& a) {
+DEV Place place_of(const Args& a, int block = blockIdx.x) {
     const int per = a.row_blocks * a.pairs_per_group;
-    const int g = blockIdx.x / per, r = blockIdx.x - g * per;
+    const int g = block / per, r = block - g * per;
     const int width = min(a.pairs_per_group, a.pairs - g * a.pairs_per_group);
     const int item = r / width, pair = a.pair0 + g * a.pairs_per_group + (r - item * width);
     Place p;
