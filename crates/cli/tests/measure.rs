@@ -51,6 +51,54 @@ fn bench_measures_every_combination() {
 }
 
 #[test]
+fn bench_poses_windows_packed_sequences_biases_and_masks() {
+    let rows = |extra: &[&str]| -> Vec<Value> {
+        let mut args = vec!["bench", "--backends", "cpu", "--repeat", "1"];
+        args.extend(["--algorithms", "fa2"]);
+        args.extend(extra);
+        json(&args, 0)["results"].as_array().unwrap().clone()
+    };
+    // Live pairs of every head, from the figures.
+    let pairs = |row: &Value| {
+        let number = |x: &Value| x.as_f64().unwrap();
+        let [hq, d] = ["hq", "d"].map(|name| number(&row["shape"][name]));
+        number(&row["gflops"]) * number(&row["median_ms"]) * 1e6 / (4.0 * hq * d)
+    };
+    let near = |a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-6, "{a} {b}");
+    // Rows of 1, 2, … 8 keys, then of 8.
+    let window = rows(&["--shapes", "1,2,2,32,32,8,causal", "--window-left", "7"]);
+    near(pairs(&window[0]), 36.0 + 24.0 * 8.0);
+    assert_eq!(window[0]["shape"]["options"], "window-left=7");
+    assert_eq!(window[0]["shape"]["text"], "1,2,2,32,32,8,causal");
+    // Sequences of 3, 5 and 8.
+    let packed = rows(&["--shapes", "3,2,1,8,8,8", "--packed"]);
+    near(pairs(&packed[0]), 9.0 + 36.0 + 64.0);
+    assert_eq!(packed[0]["shape"]["options"], "packed");
+    let all = rows(&[
+        "--shapes",
+        "2,2,2,16,24,8",
+        "--bias",
+        "--mask",
+        "--softcap",
+        "5",
+        "--alibi",
+        "--dtype",
+        "f32,bf16",
+    ]);
+    assert_eq!(all.len(), 2);
+    for row in &all {
+        near(pairs(row), 2.0 * 16.0 * 24.0);
+        assert_eq!(row["shape"]["options"], "softcap=5 alibi bias mask");
+    }
+    let mut args = bench(&["--algorithms", "fa2", "--bias"]);
+    assert!(stdout(&args, 0).contains("1,2,1,16,16,8,causal bias"));
+    args.push("--csv");
+    for line in stdout(&args, 0).lines().skip(1) {
+        assert!(line.ends_with(",bias"), "{line}");
+    }
+}
+
+#[test]
 fn bench_writes_csv_and_markdown() {
     let csv = stdout(&bench(&["--algorithms", "fa2", "--csv"]), 0);
     let mut lines = csv.lines();

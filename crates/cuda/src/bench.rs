@@ -8,10 +8,10 @@ use tilewise_core::{Algorithm, DType, Error, Problem, Result};
 
 use crate::backend::{CudaBackend, device_zeros};
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
-use crate::error::driver;
+use crate::error::{allocation, driver};
 use crate::ops::{self, DeviceInputs, run_state, scratch};
 use crate::raw::Args;
-use crate::view::{DeviceView, DeviceViewMut, contiguous};
+use crate::view::{DeviceMask, DeviceView, DeviceViewMut, contiguous};
 
 /// Least driver whose event times the bindings can read.
 const EVENTS_DRIVER: i32 = 12_080;
@@ -80,7 +80,8 @@ fn normal(
     Ok(memory)
 }
 
-/// Times `algorithm` on `problem` with standard normal inputs made on the device.
+/// Times `algorithm` on `problem` with standard normal inputs made on the device. A bias is one for each
+/// head and the same for the whole batch; a boolean mask is the same for all heads and hides nothing.
 ///
 /// # Errors
 /// What the backend refuses, a driver too old to time with, and failures of the driver.
@@ -120,14 +121,33 @@ pub fn time(
             address(&mut out),
         );
         let [b, h, s] = dims.lse_shape();
+        let per_head = [1, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+        let shared = [1, 1, dims.seqlen_q, dims.seqlen_k];
+        let mut bias = match problem.has_bias() {
+            true => Some(make(per_head, 4)?),
+            false => None,
+        };
+        let mut mask = match problem.has_mask() {
+            true => Some(
+                stream
+                    .clone_htod(&vec![1u8; count(shared)])
+                    .map_err(|e| allocation("mask", count(shared) as u64, e))?,
+            ),
+            false => None,
+        };
+        let (pb, pm) = (bias.as_mut().map(address), mask.as_mut().map(address));
         // SAFETY: the addresses are of the allocations above, of the sizes the shapes say; they
         // outlive the stream's work, which `on_stream` waits for.
-        let (vq, vk, vv) = unsafe {
-            (
-                DeviceView::from_raw(pq, dtype, rows, contiguous(rows)),
-                DeviceView::from_raw(pk, dtype, wide, contiguous(wide)),
-                DeviceView::from_raw(pv, dtype, wide_v, contiguous(wide_v)),
-            )
+        let inputs = unsafe {
+            DeviceInputs {
+                bias: pb.map(|at| DeviceView::from_raw(at, dtype, per_head, contiguous(per_head))),
+                mask: pm.map(|at| DeviceMask::from_raw(at, shared, contiguous(shared))),
+                ..DeviceInputs::new(
+                    DeviceView::from_raw(pq, dtype, rows, contiguous(rows)),
+                    DeviceView::from_raw(pk, dtype, wide, contiguous(wide)),
+                    DeviceView::from_raw(pv, dtype, wide_v, contiguous(wide_v)),
+                )
+            }
         };
         let call = || -> Result<()> {
             // SAFETY: as above.
@@ -135,14 +155,12 @@ pub fn time(
                 DeviceViewMut::from_raw(po, dtype, dims.out_shape(), contiguous(dims.out_shape()))?
             };
             let mut sums = DeviceViewMut::bhsd::<f32, _>(&mut lse, [b, h, s, 1])?;
-            ops::forward(
+            ops::forward_with(
                 backend,
                 stream,
                 problem,
                 algorithm,
-                &vq,
-                &vk,
-                &vv,
+                &inputs,
                 &mut vo,
                 Some(&mut sums),
             )

@@ -71,4 +71,30 @@ impl ProblemArgs {
         }
         options
     }
+
+    /// What the command line says, in its words.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let mut words = Vec::new();
+        match self.causal {
+            Some(true) => words.push("causal".to_owned()),
+            Some(false) => words.push("full".to_owned()),
+            None => {}
+        }
+        match self.alignment {
+            Some(AlignmentArg::BottomRight) => words.push("bottom-right".to_owned()),
+            Some(AlignmentArg::TopLeft) => words.push("top-left".to_owned()),
+            None => {}
+        }
+        let mut value = |name: &str, value: Option<String>| {
+            words.extend(value.map(|value| format!("{name}={value}")));
+        };
+        value("window-left", self.window_left.map(|n| n.to_string()));
+        value("window-right", self.window_right.map(|n| n.to_string()));
+        value("softcap", self.softcap.map(|x| x.to_string()));
+        value("softmax-scale", self.softmax_scale.map(|x| x.to_string()));
+        if self.alibi {
+            words.push("alibi".to_owned());
+        }
+        words
+    }
 }

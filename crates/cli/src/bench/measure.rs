@@ -11,6 +11,7 @@ use tilewise::{
 use super::BenchArgs;
 use super::ceilings::{Ceilings, DeviceCeilings};
 use super::device::{Devices, Pass};
+use super::posed::Posed;
 use super::report::Row;
 use crate::args::select::Lane;
 use crate::output::Outputs;
@@ -35,12 +36,14 @@ pub(super) fn shape<T: Element>(
     devices: &mut Devices,
     pool: &rayon::ThreadPool,
 ) -> Result<Vec<Row>> {
-    let problem = Problem::dense(shape.dims, T::DTYPE, &shape.options())
+    let posed = args.posed.pose(shape)?;
+    let problem = posed
+        .problem::<T>()
         .with_context(|| format!("--shapes {shape}"))?;
     let threads = pool.current_num_threads();
     let mut rows: Vec<Row> = lanes
         .iter()
-        .map(|lane| Row::new(shape, lane, T::DTYPE, threads))
+        .map(|lane| Row::new(shape, args.posed.words(), lane, T::DTYPE, threads))
         .collect();
     let pass = match args.backward {
         true => Pass::Backward {
@@ -87,7 +90,7 @@ pub(super) fn shape<T: Element>(
         rows[at].related(&problem, ceiling, args.backward);
     }
     if !host.is_empty() {
-        on_host::<T>(args, &problem, &host, &mut rows, pool)?;
+        on_host::<T>(args, &posed, &problem, &host, &mut rows, pool)?;
     }
     Ok(rows)
 }
@@ -134,13 +137,15 @@ fn refusal(
 
 fn on_host<T: Element>(
     args: &BenchArgs,
+    posed: &Posed,
     problem: &Problem,
     lanes: &[(usize, &Lane)],
     rows: &mut [Row],
     pool: &rayon::ThreadPool,
 ) -> Result<()> {
-    let qkv = random::Qkv::<T>::new(args.seed, problem.dims())?;
-    let inputs = qkv.inputs()?;
+    let qkv = random::Qkv::<T>::new(args.seed, posed.dims())?;
+    let extras = posed.extras(args.seed)?;
+    let inputs = posed.inputs(qkv.inputs()?, &extras)?;
     let mut outputs = Outputs::<T>::new(problem)?;
     let shape = problem.dims().out_shape();
     let mut backward = match args.backward {

@@ -3,6 +3,7 @@
 mod ceilings;
 mod device;
 mod measure;
+mod posed;
 mod report;
 
 use std::num::NonZeroUsize;
@@ -48,6 +49,9 @@ pub(crate) struct BenchArgs {
         default_value = "f32"
     )]
     dtype: Vec<DType>,
+
+    #[command(flatten)]
+    posed: posed::PosedArgs,
 
     #[command(flatten)]
     select: SelectArgs,

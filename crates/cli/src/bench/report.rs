@@ -130,10 +130,18 @@ pub(super) struct ShapeFacts {
     d: usize,
     dv: usize,
     causal: bool,
+    /// What the command line adds to every shape, in its words.
+    options: String,
 }
 
 impl Row {
-    pub(super) fn new(shape: &Shape, lane: &Lane, dtype: DType, threads: usize) -> Self {
+    pub(super) fn new(
+        shape: &Shape,
+        options: String,
+        lane: &Lane,
+        dtype: DType,
+        threads: usize,
+    ) -> Self {
         let dims = shape.dims;
         Row {
             shape: ShapeFacts {
@@ -146,6 +154,7 @@ impl Row {
                 d: dims.head_dim,
                 dv: dims.head_dim_v,
                 causal: shape.causal,
+                options,
             },
             dtype: dtype.name(),
             backend: lane.name.clone(),
@@ -208,7 +217,10 @@ impl Row {
     /// As many as [`HEADER`] has.
     fn cells(&self) -> [String; 11] {
         [
-            self.shape.text.clone(),
+            match self.shape.options.as_str() {
+                "" => self.shape.text.clone(),
+                options => format!("{} {options}", self.shape.text),
+            },
             self.dtype.into(),
             self.backend.clone(),
             self.algorithm.into(),
@@ -340,7 +352,7 @@ impl Report {
         let mut text = String::from(
             "b,hq,hkv,sq,sk,d,dv,causal,dtype,backend,algorithm,isa,threads,\
              median_ms,min_ms,max_ms,spread,samples,gflops,gbps,\
-             fma_gflops,read_gbps,ceiling_share,ceiling,reason\n",
+             fma_gflops,read_gbps,ceiling_share,ceiling,reason,options\n",
         );
         let number = |x: Option<f64>| x.map(|x| x.to_string()).unwrap_or_default();
         for row in &self.results {
@@ -371,6 +383,7 @@ impl Report {
                 number(row.ceiling_share),
                 row.ceiling.clone().unwrap_or_default(),
                 quoted(row.reason.as_deref().unwrap_or_default()),
+                s.options.clone(),
             ];
             text.push_str(&cells.join(","));
             text.push('\n');
