@@ -69,6 +69,8 @@ struct Shared {
     known: crate::decode::Known,
     /// Streams at rest: each host call takes one, so that calls from several threads overlap.
     streams: Mutex<Vec<Arc<CudaStream>>>,
+    /// Page-locked memory at rest, which keys from host memory pass through.
+    rings: crate::gather::Rings,
 }
 
 /// Attention on one GPU. Cheap to clone; all clones share kernels and streams.
@@ -139,6 +141,7 @@ impl CudaBackend {
                 }),
                 known: crate::decode::Known::default(),
                 streams: Mutex::default(),
+                rings: crate::gather::Rings::default(),
             }),
             sums: Sums::default(),
         })
@@ -228,27 +231,43 @@ impl CudaBackend {
         work: impl FnOnce(&Arc<CudaStream>) -> Result<R>,
     ) -> Result<R> {
         self.bind()?;
-        let rest = &self.shared.streams;
-        let kept = rest.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let stream = match kept {
-            Some(stream) => stream,
-            None => self
-                .shared
-                .context
-                .new_stream()
-                .map_err(|e| driver("cuStreamCreate", e))?,
-        };
+        let stream = self.take_stream()?;
         let result = work(&stream);
         // Also after an error: whatever was queued must have passed before its memory is reused.
         let passed = stream
             .synchronize()
             .map_err(|e| driver("cuStreamSynchronize", e));
-        rest.lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(stream);
+        self.give_stream(stream);
         let result = result?;
         passed?;
         Ok(result)
+    }
+
+    /// A stream that nobody else uses until it is given back. The context is bound.
+    pub(crate) fn take_stream(&self) -> Result<Arc<CudaStream>> {
+        let rest = &self.shared.streams;
+        let kept = rest.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match kept {
+            Some(stream) => Ok(stream),
+            None => self
+                .shared
+                .context
+                .new_stream()
+                .map_err(|e| driver("cuStreamCreate", e)),
+        }
+    }
+
+    /// Nothing is under way there any more.
+    pub(crate) fn give_stream(&self, stream: Arc<CudaStream>) {
+        let rest = &self.shared.streams;
+        rest.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(stream);
+    }
+
+    /// Page-locked memory at rest.
+    pub(crate) fn rings(&self) -> &crate::gather::Rings {
+        &self.shared.rings
     }
 
     fn forward_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(

@@ -2,26 +2,24 @@
 //! within a budget of device memory.
 //!
 //! The rows of a few heads keep their state (m, ℓ, Õ) on the device while chunk after chunk of their keys
-//! passes by: threads gather a chunk into page-locked memory, one stream copies it over, another folds it
-//! in, and there are two of everything, so that all three overlap. Chunks are cut at absolute positions
+//! passes by: `gather` brings a chunk over while another is folded in. Chunks are cut at absolute positions
 //! that follow from the budget and the shape of one head alone: a row's bits do not depend on the batch
 //! or on how many heads go together.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{
-    CudaEvent, CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits, result,
+    CudaEvent, CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits,
 };
 use tilewise_core::{
-    Algorithm, BlockTable, Dims, Element, Error, Inputs, Problem, Result, Sequence, TensorView,
-    TensorViewMut,
+    Algorithm, Dims, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut,
 };
 
 use crate::backend::{CudaBackend, device_zeros};
 use crate::error::{allocation, driver, unsupported};
+use crate::gather::{Chunk, Gatherers, Source, Turns};
 use crate::ops::supports_tiled;
 use crate::state::{CudaState, DeviceBlock};
 use crate::view::{DeviceView, contiguous, tensor};
@@ -34,8 +32,6 @@ const MOST_STAGED: usize = 128 << 20;
 const KEYS: usize = 128;
 /// Chunks in flight.
 const STAGES: usize = 2;
-/// Most threads that gather a chunk; eight of them came to less than half of what the bus takes.
-const MOST_THREADS: usize = 16;
 
 /// Whether a problem can be streamed.
 ///
@@ -120,32 +116,6 @@ fn cut(dims: &Dims, size: usize, budget: u64) -> Result<Cut> {
     Ok(Cut { keys, heads })
 }
 
-/// Page-locked host memory.
-struct Pinned {
-    ptr: *mut u8,
-}
-
-impl Pinned {
-    fn new(bytes: usize) -> Result<Pinned> {
-        // SAFETY: a plain allocation; the context is bound by the caller.
-        let ptr = unsafe { result::malloc_host(bytes.max(1), 0) }
-            .map_err(|e| allocation("page-locked memory for chunks of keys", bytes as u64, e))?;
-        Ok(Pinned { ptr: ptr.cast() })
-    }
-}
-
-// SAFETY: gatherers write disjoint parts between two barriers, and the main thread hands the memory to the
-// device only after the second.
-unsafe impl Sync for Pinned {}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        // SAFETY: allocated by `new`; whoever drops it has waited for the copies from it. A failure is
-        // a lost context, which the next call reports.
-        let _ = unsafe { result::free_host(self.ptr.cast()) };
-    }
-}
-
 /// Some heads of a sequence, with the keys that its rows see.
 struct Unit<'p> {
     sequence: &'p Sequence,
@@ -154,7 +124,7 @@ struct Unit<'p> {
     cut: Cut,
 }
 
-/// A chunk on its way: where the gatherers put what.
+/// A chunk of a unit's keys.
 struct Job {
     unit: usize,
     keys: Range<usize>,
@@ -202,66 +172,30 @@ fn units<'p>(problem: &'p Problem, budget: u64) -> Result<(Vec<Unit<'p>>, Vec<Jo
     Ok((units, jobs))
 }
 
-/// Copies rows `keys` of one head of k or v to `to`, one after another.
-///
-/// # Safety
-/// `to` has room for them, and nobody else writes there.
-unsafe fn gather<T: Element>(
-    view: &TensorView<'_, T>,
-    table: Option<(&BlockTable<'_>, usize)>,
-    sequence: &Sequence,
-    head: usize,
-    keys: Range<usize>,
-    to: *mut T,
-) {
-    let width = view.shape()[3];
-    if keys.is_empty() || width == 0 {
-        return;
-    }
-    let place = |key: usize| match table {
-        Some((table, size)) => {
-            let page = table.pages[sequence.k_batch * table.width + key / size];
-            (page as usize, key % size)
-        }
-        None => (sequence.k_batch, sequence.k_start + key),
-    };
-    let dense = view.strides()[3] == 1 && view.strides()[2] == width as isize;
-    if table.is_none() && dense {
-        let at = view.position([sequence.k_batch, head, sequence.k_start + keys.start, 0]);
-        let rows = &view.data()[at..][..keys.len() * width];
-        // SAFETY: the caller's promise; the slice is of as many elements.
-        unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), to, rows.len()) };
-        return;
-    }
-    for (n, key) in keys.enumerate() {
-        let (batch, position) = place(key);
-        let to = to.wrapping_add(n * width);
-        match view.contiguous_row(batch, head, position) {
-            // SAFETY: as above.
-            Some(row) => unsafe { std::ptr::copy_nonoverlapping(row.as_ptr(), to, width) },
-            None => {
-                for (c, x) in view.row(batch, head, position).enumerate() {
-                    // SAFETY: as above.
-                    unsafe { to.wrapping_add(c).write(x) };
-                }
-            }
-        }
-    }
-}
-
-/// What the gatherers share.
-struct Staging {
-    buffers: Vec<Pinned>,
-    /// Of K and of V in a buffer, in bytes.
-    half: usize,
-}
-
-/// Device buffers of one stage and when they are filled and free.
+/// Device buffers of one stage and when they are free.
 struct Stage {
     k: CudaSlice<u8>,
     v: CudaSlice<u8>,
-    copied: CudaEvent,
     free: CudaEvent,
+}
+
+impl Stage {
+    fn new(backend: &CudaBackend, stream: &Arc<CudaStream>, bytes: usize) -> Result<Stage> {
+        Ok(Stage {
+            k: device_zeros(stream, "a chunk of keys", bytes)?,
+            v: device_zeros(stream, "a chunk of values", bytes)?,
+            free: event(backend)?,
+        })
+    }
+
+    /// Addresses alone: the events of this module and of `gather` order the streams.
+    fn addresses(&mut self, stream: &Arc<CudaStream>) -> [CUdeviceptr; 2] {
+        [&mut self.k, &mut self.v].map(|memory| {
+            let (ptr, guard) = memory.device_ptr_mut(stream);
+            std::mem::forget(guard);
+            ptr
+        })
+    }
 }
 
 fn event(backend: &CudaBackend) -> Result<CudaEvent> {
@@ -303,184 +237,126 @@ pub(crate) fn forward<T: Element + DeviceRepr + ValidAsZeroBits>(
     };
     let dims = problem.dims();
     let half = most(dims.head_dim.max(dims.head_dim_v));
-    backend.bind()?;
-    let staging = Staging {
-        buffers: (0..STAGES)
-            .map(|_| Pinned::new(2 * half))
-            .collect::<Result<_>>()?,
-        half,
-    };
-    let threads = std::thread::available_parallelism()
-        .map_or(1, usize::from)
-        .clamp(1, MOST_THREADS);
-    let (start, end) = (Barrier::new(threads + 1), Barrier::new(threads + 1));
-    let stop = AtomicBool::new(false);
     let table = inputs
         .block_table
         .as_ref()
         .zip(problem.page_size().filter(|&size| size > 0));
-    let work = |thread: usize| {
-        for (number, job) in jobs.iter().enumerate() {
-            start.wait();
-            if stop.load(Ordering::Acquire) {
-                return;
-            }
-            let unit = &units[job.unit];
-            let len = job.keys.len();
-            let own = job.keys.start + len * thread / threads
-                ..job.keys.start + len * (thread + 1) / threads;
-            let buffer = staging.buffers[number % STAGES].ptr;
-            for (n, head) in unit.heads.clone().enumerate() {
-                for (view, base) in [(&inputs.k, 0), (&inputs.v, staging.half)] {
-                    let row = n * len + (own.start - job.keys.start);
-                    let at = base + row * view.shape()[3] * size_of::<T>();
-                    // SAFETY: `half` bytes hold a chunk of all heads of any unit; threads have rows of
-                    // their own. The buffer is aligned for any element.
-                    unsafe {
-                        let to = buffer.wrapping_add(at).cast::<T>();
-                        gather(view, table, unit.sequence, head, own.clone(), to);
-                    }
-                }
-            }
-            end.wait();
-        }
-    };
-    std::thread::scope(|scope| {
-        for thread in 0..threads {
-            let work = &work;
-            scope.spawn(move || work(thread));
-        }
-        // Set on every way out before the last job, so that no gatherer waits for ever.
-        let mut released = 0;
-        let mut gathered = |number: usize| {
-            debug_assert_eq!(released, number);
-            start.wait();
-            end.wait();
-            released = number + 1;
-        };
-        let result = drive(
-            backend,
-            inputs,
-            &units,
-            &jobs,
-            &staging,
-            &mut gathered,
-            &mut out,
-            &mut lse,
-        );
-        if released < jobs.len() {
-            stop.store(true, Ordering::Release);
-            start.wait();
-        }
-        result
-    })
-}
-
-/// The device's side: everything is queued as soon as its chunk is gathered.
-#[allow(clippy::too_many_arguments)]
-fn drive<T: Element + DeviceRepr + ValidAsZeroBits>(
-    backend: &CudaBackend,
-    inputs: &Inputs<'_, T>,
-    units: &[Unit<'_>],
-    jobs: &[Job],
-    staging: &Staging,
-    gathered: &mut dyn FnMut(usize),
-    out: &mut TensorViewMut<'_, T>,
-    lse: &mut Option<TensorViewMut<'_, f32>>,
-) -> Result<()> {
-    // Three streams: copies, kernels, and results on their way back. `on_stream` waits for each, also
-    // after an error, before anything that was queued on it is freed.
-    backend.on_stream(|copies| {
-        backend.on_stream(|back| {
-            backend.on_stream(|compute| {
-                let mut stages = (0..STAGES)
-                    .map(|_| {
-                        Ok(Stage {
-                            k: device_zeros::<u8>(compute, "a chunk of keys", staging.half)?,
-                            v: device_zeros::<u8>(compute, "a chunk of values", staging.half)?,
-                            copied: event(backend)?,
-                            free: event(backend)?,
-                        })
-                    })
-                    .collect::<Result<Vec<Stage>>>()?;
-                copies
-                    .join(compute)
-                    .map_err(|e| driver("cuStreamWaitEvent", e))?;
-                let mut state: Option<(CudaState, CudaSlice<T>)> = None;
-                let mut finished: Option<Finished<T>> = None;
-                for (number, job) in jobs.iter().enumerate() {
+    // Streams of kernels and of results on their way back. `on_stream` waits for each, also after an
+    // error, before anything that was queued on it is freed.
+    backend.on_stream(|back| {
+        backend.on_stream(|compute| {
+            let mut stages = (0..STAGES)
+                .map(|_| Stage::new(backend, compute, half))
+                .collect::<Result<Vec<Stage>>>()?;
+            let memory: Vec<_> = stages
+                .iter_mut()
+                .map(|stage| stage.addresses(compute))
+                .collect();
+            // Others write there now.
+            compute
+                .synchronize()
+                .map_err(|e| driver("cuStreamSynchronize", e))?;
+            let chunks: Vec<Chunk<'_>> = jobs
+                .iter()
+                .enumerate()
+                .map(|(number, job)| {
                     let unit = &units[job.unit];
-                    let stage = &mut stages[number % STAGES];
-                    if number >= STAGES {
-                        // The copy from this page-locked buffer, two chunks ago.
-                        stage
-                            .copied
-                            .synchronize()
-                            .map_err(|e| driver("cuEventSynchronize", e))?;
+                    Chunk {
+                        sequence: unit.sequence,
+                        heads: unit.heads.clone(),
+                        keys: job.keys.clone(),
+                        to: memory[number % STAGES],
+                        free: &stages[number % STAGES].free,
                     }
-                    gathered(number);
-                    if job.first {
-                        let q = rows_of(inputs, unit);
-                        let q = compute
-                            .clone_htod(&q)
-                            .map_err(|e| allocation("q", (q.len() * size_of::<T>()) as u64, e))?;
-                        state = Some((backend.begin_on(compute, &unit.problem)?, q));
-                    }
-                    let Some((running, q)) = &mut state else {
-                        unreachable!("a unit's first job comes first")
-                    };
-                    if number >= STAGES {
-                        copies
-                            .wait(&stage.free)
-                            .map_err(|e| driver("cuStreamWaitEvent", e))?;
-                    }
-                    let (k, v) = copy(copies, stage, staging, number, unit, job, inputs)?;
-                    stage
-                        .copied
-                        .record(copies)
-                        .map_err(|e| driver("cuEventRecord", e))?;
-                    compute
-                        .wait(&stage.copied)
-                        .map_err(|e| driver("cuStreamWaitEvent", e))?;
-                    let dims = unit.problem.dims();
-                    let shape = |width| [1, dims.num_kv_heads, job.keys.len(), width];
-                    let q_shape = [1, dims.num_heads, dims.seqlen_q, dims.head_dim];
-                    let dense = |ptr, shape| {
-                        // SAFETY: the stage's memory, filled in this shape before the event that
-                        // `compute` waits for, and kept until `free` is recorded.
-                        unsafe { DeviceView::from_raw(ptr, T::DTYPE, shape, contiguous(shape)) }
-                    };
-                    backend.absorb_on(
-                        compute,
-                        running,
-                        &DeviceBlock {
-                            q: DeviceView::bhsd::<T, _>(q, q_shape)?,
-                            k: dense(k, shape(dims.head_dim)),
-                            v: dense(v, shape(dims.head_dim_v)),
-                            first_key: job.keys.start,
-                        },
-                    )?;
-                    stage
-                        .free
-                        .record(compute)
-                        .map_err(|e| driver("cuEventRecord", e))?;
-                    // While this chunk is under way: the rows of the unit before it.
-                    if let Some(done) = finished.take() {
-                        fetch(back, &done, units, out, lse)?;
-                    }
-                    if job.last
-                        && let Some((state, _q)) = state.take()
-                    {
-                        finished = Some(finish(backend, compute, job.unit, state)?);
-                    }
-                }
-                match finished {
-                    Some(done) => fetch(back, &done, units, out, lse),
-                    None => Ok(()),
-                }
+                })
+                .collect();
+            let (k, v) = (Source::new(&inputs.k, table), Source::new(&inputs.v, table));
+            let gatherers = Gatherers::new(backend, [k, v], 2 * half, STAGES)?;
+            gatherers.beside(&chunks, |turns| {
+                let mut rows = Rows {
+                    backend,
+                    inputs,
+                    units: &units,
+                    out: &mut out,
+                    lse: &mut lse,
+                };
+                rows.fold(compute, back, &jobs, &chunks, turns)
             })
         })
     })
+}
+
+/// The rows' side of a call.
+struct Rows<'c, 'i, 'o, 'l, T> {
+    backend: &'c CudaBackend,
+    inputs: &'c Inputs<'i, T>,
+    units: &'c [Unit<'c>],
+    out: &'c mut TensorViewMut<'o, T>,
+    lse: &'c mut Option<TensorViewMut<'l, f32>>,
+}
+
+impl<T: Element + DeviceRepr + ValidAsZeroBits> Rows<'_, '_, '_, '_, T> {
+    /// Folds chunk after chunk in and brings each unit's rows back when its last has been.
+    fn fold(
+        &mut self,
+        compute: &Arc<CudaStream>,
+        back: &Arc<CudaStream>,
+        jobs: &[Job],
+        chunks: &[Chunk<'_>],
+        turns: &mut Turns<'_, '_, T>,
+    ) -> Result<()> {
+        let mut state: Option<(CudaState, CudaSlice<T>)> = None;
+        let mut finished: Option<Finished<T>> = None;
+        for (job, chunk) in jobs.iter().zip(chunks) {
+            let unit = &self.units[job.unit];
+            turns.next(compute)?;
+            if job.first {
+                let q = rows_of(self.inputs, unit);
+                let q = compute
+                    .clone_htod(&q)
+                    .map_err(|e| allocation("q", (q.len() * size_of::<T>()) as u64, e))?;
+                state = Some((self.backend.begin_on(compute, &unit.problem)?, q));
+            }
+            let Some((running, q)) = &mut state else {
+                unreachable!("a unit's first job comes first")
+            };
+            let dims = unit.problem.dims();
+            let shape = |width| [1, dims.num_kv_heads, job.keys.len(), width];
+            let q_shape = [1, dims.num_heads, dims.seqlen_q, dims.head_dim];
+            let dense = |ptr, shape| {
+                // SAFETY: the stage's memory, filled in this shape by copies that `compute` was
+                // ordered after, and kept until `free` is recorded.
+                unsafe { DeviceView::from_raw(ptr, T::DTYPE, shape, contiguous(shape)) }
+            };
+            self.backend.absorb_on(
+                compute,
+                running,
+                &DeviceBlock {
+                    q: DeviceView::bhsd::<T, _>(q, q_shape)?,
+                    k: dense(chunk.to[0], shape(dims.head_dim)),
+                    v: dense(chunk.to[1], shape(dims.head_dim_v)),
+                    first_key: job.keys.start,
+                },
+            )?;
+            chunk
+                .free
+                .record(compute)
+                .map_err(|e| driver("cuEventRecord", e))?;
+            // While this chunk is under way: the rows of the unit before it.
+            if let Some(done) = finished.take() {
+                fetch(back, &done, self.units, self.out, self.lse)?;
+            }
+            if job.last
+                && let Some((state, _q)) = state.take()
+            {
+                finished = Some(finish(self.backend, compute, job.unit, state)?);
+            }
+        }
+        match finished {
+            Some(done) => fetch(back, &done, self.units, self.out, self.lse),
+            None => Ok(()),
+        }
+    }
 }
 
 /// q of a unit, row after row.
@@ -498,37 +374,6 @@ fn rows_of<T: Element>(inputs: &Inputs<'_, T>, unit: &Unit<'_>) -> Vec<T> {
         }
     }
     rows
-}
-
-/// Queues the copies of a gathered chunk; where K and V will lie.
-fn copy<T: Element>(
-    copies: &Arc<CudaStream>,
-    stage: &mut Stage,
-    staging: &Staging,
-    number: usize,
-    unit: &Unit<'_>,
-    job: &Job,
-    inputs: &Inputs<'_, T>,
-) -> Result<(CUdeviceptr, CUdeviceptr)> {
-    let buffer = staging.buffers[number % STAGES].ptr;
-    let mut at = [0; 2];
-    for (n, (view, memory)) in [(&inputs.k, &mut stage.k), (&inputs.v, &mut stage.v)]
-        .into_iter()
-        .enumerate()
-    {
-        let bytes = unit.heads.len() * job.keys.len() * view.shape()[3] * size_of::<T>();
-        // Only the address: the events of this module order the streams.
-        let (ptr, guard) = memory.device_ptr_mut(copies);
-        std::mem::forget(guard);
-        // SAFETY: gathered, and not written again before `copied` has passed; `half` bytes on both sides.
-        unsafe {
-            let from = std::slice::from_raw_parts(buffer.wrapping_add(n * staging.half), bytes);
-            result::memcpy_htod_async(ptr, from, copies.cu_stream())
-        }
-        .map_err(|e| driver("copying a chunk of keys", e))?;
-        at[n] = ptr;
-    }
-    Ok((at[0], at[1]))
 }
 
 fn finish<T: Element + DeviceRepr + ValidAsZeroBits>(

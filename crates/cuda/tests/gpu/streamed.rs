@@ -2,6 +2,7 @@
 
 use super::*;
 use tilewise_cuda::CudaOptions;
+use tilewise_cuda::page_lock::PageLocked;
 
 /// A backend whose calls may take `budget` bytes.
 fn within(name: &str, budget: u64) -> Option<CudaBackend> {
@@ -82,6 +83,31 @@ fn streamed_pages_and_strides_are_gathered() {
         let (out, lse) = run(&backend, &inputs, &options, Algorithm::Fa2).unwrap();
         verdict(&inputs, &options, &out, &lse).unwrap();
     }
+}
+
+/// Read in place or gathered piece by piece: the same bits.
+#[test]
+fn page_locked_keys_are_read_in_place() {
+    let name = "page_locked_keys_are_read_in_place";
+    let Some(backend) = within(name, 24 << 20) else {
+        return;
+    };
+    // 8 MiB of K a head: two chunks, the first of two pieces.
+    let data = Data::<bf16>::new(dims(1, 4, 2, 20, 33_333, 128), 8);
+    let options = Options::new().causal(true);
+    let (out, lse) = run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+    verdict(&data.inputs(), &options, &out, &lse).unwrap();
+    let locked = [&data.k, &data.v].map(|x| PageLocked::new(&backend, x).unwrap());
+    assert!(locked[0].as_ptr() == data.k.as_ptr() && locked[1].len() == data.v.len());
+    let (in_place, in_place_lse) = run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+    assert_eq!(bits(&in_place), bits(&out));
+    assert_eq!(bits(&in_place_lse), bits(&lse));
+    // One of the two alone is gathered with the other.
+    let [_, v] = locked;
+    drop(v);
+    let (half, half_lse) = run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+    assert_eq!(bits(&half), bits(&out));
+    assert_eq!(bits(&half_lse), bits(&lse));
 }
 
 /// Law 6: chunks follow from one head's shape and the budget.

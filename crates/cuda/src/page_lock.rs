@@ -1,0 +1,77 @@
+//! Host memory that the bus may read in place.
+
+use std::ffi::c_void;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, sys};
+use tilewise_core::Result;
+
+use crate::backend::CudaBackend;
+use crate::error::{allocation, driver};
+
+/// Memory of the caller's, page-locked for as long as this lives.
+///
+/// K and V that are streamed from host memory (`CudaOptions::device_memory`) and lie in such memory one
+/// row after another are read in place at the rate of the bus; what is not page-locked is gathered first.
+/// Locking a GiB takes about as long as moving two or three, so it pays for what is used again. Memory
+/// that was allocated page-locked needs none of this: it is recognised as it is.
+///
+/// A lock that is leaked keeps the pages, and what is allocated at these addresses later must not be
+/// streamed.
+#[derive(Debug)]
+pub struct PageLocked<'a, T> {
+    data: &'a [T],
+    context: Arc<CudaContext>,
+}
+
+impl<'a, T> PageLocked<'a, T> {
+    /// Locks `data` where it lies.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](tilewise_core::Error::OutOfMemory) where the system locks no more, else the driver's refusal: of memory that
+    /// is locked already, for one.
+    pub fn new(backend: &CudaBackend, data: &'a [T]) -> Result<PageLocked<'a, T>> {
+        backend.bind()?;
+        let bytes = size_of_val(data);
+        let lock = |flags| {
+            // SAFETY: `data` is borrowed for as long as it stays locked. The device only reads it.
+            unsafe { sys::cuMemHostRegister_v2(data.as_ptr() as *mut c_void, bytes, flags) }
+                .result()
+        };
+        if bytes > 0 {
+            // A file that is mapped for reading can only be locked so, which not every system knows.
+            lock(0)
+                .or_else(|error| lock(sys::CU_MEMHOSTREGISTER_READ_ONLY).map_err(|_| error))
+                .map_err(|e| match e.0 {
+                    sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                        allocation("page-locking memory in place", bytes as u64, e)
+                    }
+                    _ => driver("cuMemHostRegister", e),
+                })?;
+        }
+        Ok(PageLocked {
+            data,
+            context: Arc::clone(backend.context()),
+        })
+    }
+}
+
+impl<T> Deref for PageLocked<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.data
+    }
+}
+
+impl<T> Drop for PageLocked<'_, T> {
+    fn drop(&mut self) {
+        if size_of_val(self.data) > 0 {
+            let _ = self.context.bind_to_thread();
+            // SAFETY: locked by `new`; calls that read it have returned, since they borrow it. A failure
+            // is a lost context, which the next call reports.
+            let _ = unsafe { sys::cuMemHostUnregister(self.data.as_ptr() as *mut c_void) }.result();
+        }
+    }
+}
