@@ -121,8 +121,8 @@ DEV float exponent(const Decode& a) { return SCORE ? LOG2E : a.scale * LOG2E; }
 // A bias may be the most negative number there is: its product with c would be infinite.
 DEV float above(float s, float mc, float c) { return SCORE ? (s - mc) * c : fmaf(s, c, -mc); }
 
-// Writes four columns of O and, where `first`, L, of row r of the group. Sinks enter here and nowhere else.
-DEV void emit(const Decode& a, const Group& w, int r, int col, bool first, const float (&x)[4], float m, float l) {
+// Writes N columns of O and, where `first`, L, of row r of the group. Sinks enter here and nowhere else.
+template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, bool first, const float (&x)[N], float m, float l) {
     const int n = r / w.s.sq, i = w.s.q_start + (r - n * w.s.sq), h = w.kv * a.group + n;
     const float top = SCORE ? m : __fmul_rn(m, a.scale);
     float inv = l == 0.f ? 0.f : 1.f / l, sum = l == 0.f ? NEG_INF : top + logf(l);
@@ -136,18 +136,18 @@ DEV void emit(const Decode& a, const Group& w, int r, int col, bool first, const
     }
     if (first && a.lse) ((float*)a.lse)[((i64)w.s.q_batch * (a.kv_heads * a.group) + h) * a.lse_rows + i] = sum;
     elem* to = (elem*)a.o.ptr + w.s.q_batch * a.o.sb + h * a.o.sh + i * a.o.ss + col;
-#if VEC
-    if (col >= a.dv) return;
+    if constexpr (VEC && N == 4) {
+        if (col >= a.dv) return;
 #if F32
-    *(float4*)to = make_float4(x[0] * inv, x[1] * inv, x[2] * inv, x[3] * inv);
+        *(float4*)to = make_float4(x[0] * inv, x[1] * inv, x[2] * inv, x[3] * inv);
 #else
-    *(uint2*)to = make_uint2(pack2(x[0] * inv, x[1] * inv), pack2(x[2] * inv, x[3] * inv));
+        *(uint2*)to = make_uint2(pack2(x[0] * inv, x[1] * inv), pack2(x[2] * inv, x[3] * inv));
 #endif
-#else
+    } else {
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-        if (col + e < a.dv) to[e] = to_elem(x[e] * inv);
-#endif
+        for (int e = 0; e < N; ++e)
+            if (col + e < a.dv) to[e] = to_elem(x[e] * inv);
+    }
 }
 
 #if !MERGE
@@ -716,68 +716,72 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
 #endif
 // ---- the merge -----------------------------------------------------------------------------------------------------------
 
-// One warp a row. State 0 is what the first part folded; the rest are chunks in order.
+// A block folds 32 columns of a row, a lane a column. State 0 is what the first part folded; the rest are chunks in order, 32 for
+// each warp. All of them are read at once; the warps then fold one after another what each has read.
+#define WIDE ((DP + 31) / 32) // blocks a row
 extern "C" __global__ void __launch_bounds__(128) tw_decode_merge(const __grid_constant__ Decode a) {
-    const int lane = threadIdx.x & 31;
+    static_assert(MOST_CHUNKS <= 4 * 32, "each warp has one chunk a lane");
+    __shared__ float tops[4], handed[2][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     AFTER_THE_SPLIT
-    const i64 job = (blockIdx.x * (i64)blockDim.x + threadIdx.x) >> 5;
-    if (job >= (i64)a.pairs * a.most_rows) return;
-    const int pair = (int)(job / a.most_rows), r = (int)(job - (i64)pair * a.most_rows), rb = r / BM;
+    const int job = blockIdx.x / WIDE, col = (blockIdx.x - job * WIDE) * 32 + lane;
+    const int pair = job / a.most_rows, r = job - pair * a.most_rows, rb = r / BM;
     const Group w = group_of(a, pair, rb);
     if (r >= w.r1 || w.folded >= w.chunks) return;
     const float c = exponent(a);
     const i64 base = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows + (r - w.r0);
     const float* const ms = (const float*)a.m + base;
     const float* const ls = (const float*)a.l + base;
-    const float* const xs = (const float*)a.acc + base * DP + lane * 4;
-    constexpr int V = (DP + 127) / 128; // runs of 128 columns
-    float x[V][4], m = ms[0], l = ls[0];
-    const auto fetch = [&](int chunk, int v) {
-        return DP % 128 == 0 || v * 128 + lane * 4 < DP ? *(const float4*)(xs + (i64)chunk * a.rows * DP + v * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float* const xs = (const float*)a.acc + base * DP + min(col, DP - 1);
+
+    const int from = w.folded + warp * 32, count = min(32, w.chunks - from), last = w.chunks - 1;
+    // Volatile, so that no load waits for another to be used. What lies beyond the last chunk is not used.
+    const auto load = [](const float* at) {
+        float y;
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at));
+        return y;
     };
+    float m = load(ms), l = load(ls), x[1] = {load(xs)}, its_x[32];
+    float its_m = load(ms + (i64)min(from + lane, last) * a.rows);
+    const float its_l = load(ls + (i64)min(from + lane, last) * a.rows);
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-        const float4 y = fetch(0, v);
-        x[v][0] = y.x; x[v][1] = y.y; x[v][2] = y.z; x[v][3] = y.w;
+    for (int k = 0; k < 32; ++k) its_x[k] = load(xs + (i64)min(from + k, last) * a.rows * DP);
+
+    // With the running maxima known, so are all factors.
+    if (lane >= count) its_m = NEG_INF;
+    float top = its_m;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, top, d);
+        if (lane >= d) top = fmaxf(top, other);
     }
-    constexpr int BATCH = V == 1 ? 32 : 16;
-    for (int from = w.folded; from < w.chunks; from += BATCH) {
-        // All loads of the batch at once, then a lane a chunk: with the running maxima known, so are all factors.
-        const int count = min(BATCH, w.chunks - from);
-        float4 next[V][BATCH];
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k)
-#pragma unroll
-            for (int v = 0; v < V; ++v) next[v][k] = fetch(from + min(k, count - 1), v);
-        const int mine = from + lane;
-        const float its_m = lane < count ? ms[(i64)mine * a.rows] : NEG_INF, its_l = lane < count ? ls[(i64)mine * a.rows] : 0.f;
-        float top = its_m;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const float other = __shfl_up_sync(0xffffffffu, top, d);
-            if (lane >= d) top = fmaxf(top, other);
-        }
-        top = fmaxf(top, m);
-        float before = __shfl_up_sync(0xffffffffu, top, 1);
-        if (lane == 0) before = m;
-        const Joint f = weigh(before, its_m, c);
-#pragma unroll
-        for (int k = 0; k < BATCH; ++k) {
-            if (k >= count) break;
-            const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, its_l, k);
-            l = join(l, fa, fl, fb);
-#pragma unroll
-            for (int v = 0; v < V; ++v) {
-                const float4 y = next[v][k];
-                x[v][0] = join(x[v][0], fa, y.x, fb);
-                x[v][1] = join(x[v][1], fa, y.y, fb);
-                x[v][2] = join(x[v][2], fa, y.z, fb);
-                x[v][3] = join(x[v][3], fa, y.w, fb);
+    if (lane == 31) tops[warp] = top;
+    __syncthreads();
+    for (int k = 0; k < warp; ++k) m = fmaxf(m, tops[k]);
+    top = fmaxf(top, m);
+    float before = __shfl_up_sync(0xffffffffu, top, 1);
+    if (lane == 0) before = m;
+    const Joint f = weigh(before, its_m, c);
+    const float most = __shfl_sync(0xffffffffu, top, 31);
+#pragma unroll 1
+    for (int turn = 0; w.folded + turn * 32 < w.chunks; ++turn) {
+        if (turn == warp) {
+            if (turn > 0) {
+                x[0] = handed[0][lane];
+                l = handed[1][lane];
             }
-        }
-        m = __shfl_sync(0xffffffffu, top, 31);
-    }
 #pragma unroll
-    for (int v = 0; v < V; ++v) emit(a, w, r, v * 128 + lane * 4, lane == 0 && v == 0, x[v], m, l);
+            for (int k = 0; k < 32; ++k) {
+                if (k >= count) break;
+                const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, its_l, k);
+                l = join(l, fa, fl, fb);
+                x[0] = join(x[0], fa, its_x[k], fb);
+            }
+            handed[0][lane] = x[0];
+            handed[1][lane] = l;
+            if (from + 32 >= w.chunks && col < DP) emit(a, w, r, col, col == 0, x, most, l);
+        }
+        __syncthreads();
+    }
 }
 #endif
