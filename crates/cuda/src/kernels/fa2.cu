@@ -6,6 +6,7 @@
 // Keys run from the last live tile to the first, so that the tiles an edge crosses come first.
 //
 //   BM = WARPS * WM * 16 rows a block     BN keys a tile     STAGES of K and V     QREG 1 = Q fragments stay in registers     MINB blocks a multiprocessor
+//   PEEL 1 = tiles that no edge crosses have a loop of their own (larger code, and registers that may not be there)
 //   STATE 1 = absorb keys into a running (m, l, O~) in device memory in place of writing O (scores in natural units)
 
 #define NT (WARPS * 32)
@@ -13,8 +14,9 @@
 // Columns in shared memory: pairs stand beside each other.
 #define COLS_K (DP << PAIRS)
 #define COLS_V (DV << PAIRS)
-#define PITCH_K PITCH_OF(COLS_K)
-#define PITCH_V PITCH_OF(COLS_V)
+#define DENSE (!F32)
+#define PITCH_K (DENSE ? DENSE_PITCH(COLS_K) : PITCH_OF(COLS_K))
+#define PITCH_V (DENSE ? DENSE_PITCH(COLS_V) : PITCH_OF(COLS_V))
 #define PITCH_Q PITCH_OF(COLS_K > COLS_V ? COLS_K : COLS_V) // Q's rows carry the output in the end
 #define K_BYTES (BN * PITCH_K)
 #define STAGE_BYTES (K_BYTES + BN * PITCH_V)
@@ -23,8 +25,12 @@
 #if PAIRS
 #define LOOK_THROUGH(tile) (__syncthreads(), marked(v_factor))
 #else
-#define LOOK_THROUGH(tile) arrived_nonfinite<BN, DV, NT>(tile, edge || F32 || hides, tid)
+#define LOOK_THROUGH(tile) arrived_nonfinite<BN, DV, NT, PITCH_V, DENSE>(tile, edge || F32 || hides, tid)
 #endif
+
+template <bool B> struct Known {
+    __device__ constexpr operator bool() const { return B; }
+};
 
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) char smem[];
@@ -65,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 
     load_tile<BM, COLS_K, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, d, tid);
     if (any) {
-        load_tile<BN, COLS_K, NT>(kv_at, a.k, kp, jmax * BN, span.sk, d, tid);
-        if (STAGES == 2) load_tile<BN, COLS_V, NT>(kv_at + K_BYTES, a.v, vp, jmax * BN, span.sk, dv, tid);
+        load_tile<BN, COLS_K, NT, PITCH_K, DENSE>(kv_at, a.k, kp, jmax * BN, span.sk, d, tid);
+        if (STAGES == 2) load_tile<BN, COLS_V, NT, PITCH_V, DENSE>(kv_at + K_BYTES, a.v, vp, jmax * BN, span.sk, dv, tid);
     }
     cp_commit();
 
@@ -109,7 +115,13 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
     const float c = SCORE ? LOG2E : a.scale * LOG2E;
     u32 stage = 0;
 
-    for (int j = jmax; j >= jmin; --j) {
+    // Whether some row of the block cannot see some key of tile j.
+    auto crossed = [&](int j) {
+        const int key0 = j * BN;
+        return MASK == 0 ? key0 + BN > span.sk : key0 + BN - 1 > min(span.sk - 1, i0 + span.hi_off) || (MASK == 2 && key0 < i1 - 1 + span.lo_off);
+    };
+    auto step = [&](int j, auto on_edge) __attribute__((always_inline)) {
+        const bool edge = on_edge;
         const int key0 = j * BN;
         const u32 k_at = kv_at + stage, v_at = k_at + K_BYTES;
         const Weights weights = {score, a, span, row0, key0, lane, c};
@@ -121,17 +133,11 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #endif
 #endif
         cp_wait<0>();
-#if MASK >= 1
-        // Some row of the block cannot see some key of this tile.
-        const bool edge = key0 + BN - 1 > min(span.sk - 1, i0 + span.hi_off) || (MASK == 2 && key0 < i1 - 1 + span.lo_off);
-#else
-        const bool edge = key0 + BN > span.sk;
-#endif
 #if STAGES == 2
         const bool poison = LOOK_THROUGH(v_at);
 #else
         __syncthreads();
-        load_tile<BN, COLS_V, NT>(v_at, a.v, vp, key0, span.sk, dv, tid);
+        load_tile<BN, COLS_V, NT, PITCH_V, DENSE>(v_at, a.v, vp, key0, span.sk, dv, tid);
         cp_commit();
 #endif
 #if QREG
@@ -146,17 +152,17 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #if STAGES == 2
         if (j > jmin) {
             const u32 next = kv_at + (stage ^ STAGE_BYTES);
-            load_tile<BN, COLS_K, NT>(next, a.k, kp, key0 - BN, span.sk, d, tid);
-            load_tile<BN, COLS_V, NT>(next + K_BYTES, a.v, vp, key0 - BN, span.sk, dv, tid);
+            load_tile<BN, COLS_K, NT, PITCH_K, DENSE>(next, a.k, kp, key0 - BN, span.sk, d, tid);
+            load_tile<BN, COLS_V, NT, PITCH_V, DENSE>(next + K_BYTES, a.v, vp, key0 - BN, span.sk, dv, tid);
             cp_commit();
         }
         stage ^= STAGE_BYTES;
 #endif
         // A tile whose keys no row of this warp sees costs it nothing but the barriers.
-        const bool idle = MASK >= 1 && (key0 > w_hi || (MASK == 2 && key0 + BN - 1 < w_lo));
+        const bool idle = edge && MASK >= 1 && (key0 > w_hi || (MASK == 2 && key0 + BN - 1 < w_lo));
 #if STAGES == 2
-        if (poison) take_nonfinite<BN, DV, NT, PITCH_V>(acc, v_at, weights, tid);
-        if (idle) continue;
+        if (poison) take_nonfinite<BN, DV, NT, PITCH_V, DENSE>(acc, v_at, weights, tid);
+        if (idle) return;
 #else
         auto turn = [&] {
             // V has arrived, and nobody reads K any more.
@@ -166,14 +172,14 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
             cp_wait<0>();
             const bool poison = LOOK_THROUGH(v_at);
             if (j > jmin) {
-                load_tile<BN, COLS_K, NT>(k_at, a.k, kp, key0 - BN, span.sk, d, tid);
+                load_tile<BN, COLS_K, NT, PITCH_K, DENSE>(k_at, a.k, kp, key0 - BN, span.sk, d, tid);
                 cp_commit();
             }
-            if (poison) take_nonfinite<BN, DV, NT, PITCH_V>(acc, v_at, weights, tid);
+            if (poison) take_nonfinite<BN, DV, NT, PITCH_V, DENSE>(acc, v_at, weights, tid);
         };
         if (idle) {
             turn();
-            continue;
+            return;
         }
 #endif
 
@@ -185,11 +191,11 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[x][n][e] = 0.f;
 #if PAIRS
-        product_pairs<WM, BN / 8, DP>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, k_at, PITCH_K, lane);
+        product_pairs<WM, BN / 8, DP, DENSE>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, k_at, PITCH_K, lane);
 #elif QREG
-        product_nt<WM, BN / 8, DP, true>(s, 0, PITCH_K, qf, k_at, PITCH_K, lane);
+        product_nt<WM, BN / 8, DP, true, DENSE>(s, 0, PITCH_K, qf, k_at, PITCH_K, lane);
 #else
-        product_nt<WM, BN / 8, DP, false>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, nullptr, k_at, PITCH_K, lane);
+        product_nt<WM, BN / 8, DP, false, DENSE>(s, q_at + warp * WM * 16 * PITCH_Q, PITCH_Q, nullptr, k_at, PITCH_K, lane);
 #endif
 #if STAGES == 1
         turn();
@@ -217,11 +223,21 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         float mc[WM][2];
         raise_max(s, m, l, acc, mc, c);
 #if PAIRS
-        add_values_pairs(acc, l, s, mc, weights, v_factor, v_at, PITCH_V);
+        add_values_pairs<DENSE>(acc, l, s, mc, weights, v_factor, v_at, PITCH_V);
 #else
-        add_values(acc, l, s, mc, weights, v_at, PITCH_V);
+        add_values<DENSE>(acc, l, s, mc, weights, v_at, PITCH_V);
 #endif
+    };
+    int j = jmax;
+#if PEEL && SCORE < 2 && !DROPOUT && !STATE
+    // Tiles that every row sees whole have a loop of their own, without a look at bounds or at what V holds.
+    while (j >= jmin) {
+        for (; j >= jmin && crossed(j); --j) step(j, Known<true>());
+        for (; j >= jmin && !crossed(j); --j) step(j, Known<false>());
     }
+#else
+    for (; j >= jmin; --j) step(j, crossed(j));
+#endif
     cp_wait<0>();
 
 #pragma unroll

@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Spec, Variant, pitch};
+use super::{Family, Spec, Variant, key_pitch, pitch};
 
 /// How a block of `tw_fa2` is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,13 +19,16 @@ struct Tile {
     stages: u32,
     /// Q stays in registers.
     qreg: bool,
+    /// Tiles that no edge crosses have a loop of their own.
+    peel: bool,
     /// Blocks that should fit a multiprocessor.
     blocks: u32,
 }
 
-/// `cut` is warps, row groups a warp, keys a tile, stages.
-const fn tile(up_to: u32, cut: [u32; 4], qreg: bool, blocks: u32) -> Tile {
+/// `cut` is warps, row groups a warp, keys a tile, stages; `ways` are `qreg` and `peel`.
+const fn tile(up_to: u32, cut: [u32; 4], ways: [bool; 2], blocks: u32) -> Tile {
     let [warps, wm, bn, stages] = cut;
+    let [qreg, peel] = ways;
     Tile {
         up_to,
         warps,
@@ -33,6 +36,7 @@ const fn tile(up_to: u32, cut: [u32; 4], qreg: bool, blocks: u32) -> Tile {
         bn,
         stages,
         qreg,
+        peel,
         blocks,
     }
 }
@@ -40,28 +44,30 @@ const fn tile(up_to: u32, cut: [u32; 4], qreg: bool, blocks: u32) -> Tile {
 // In order of preference, by measurement on an H200 (docs/PERFORMANCE.md); the first that is wide enough and fits the shared memory is taken. Two row
 // groups a warp halve the shared-memory traffic a product needs, as long as the output fits the registers.
 const HALF: &[Tile] = &[
-    tile(64, [4, 2, 64, 2], true, 2),
-    tile(96, [4, 2, 64, 2], false, 2),
-    tile(128, [4, 2, 64, 1], false, 2),
-    tile(256, [4, 1, 64, 1], false, 2),
-    tile(256, [4, 1, 32, 1], false, 1),
+    tile(64, [4, 2, 64, 2], [true, true], 2),
+    tile(96, [4, 2, 64, 2], [false, false], 2),
+    tile(128, [4, 2, 64, 1], [false, false], 2),
+    tile(160, [4, 2, 32, 2], [false, false], 2),
+    tile(224, [4, 1, 64, 1], [false, false], 2),
+    tile(256, [4, 1, 64, 1], [false, true], 2),
+    tile(256, [4, 1, 32, 1], [false, false], 1),
 ];
 const SINGLE: &[Tile] = &[
-    tile(64, [4, 2, 32, 2], false, 1),
-    tile(128, [8, 1, 32, 2], false, 1),
-    tile(128, [4, 1, 32, 2], false, 1),
-    tile(256, [4, 1, 16, 2], false, 1),
-    tile(256, [2, 1, 16, 2], false, 1),
+    tile(64, [4, 2, 32, 2], [false, false], 1),
+    tile(128, [8, 1, 32, 2], [false, false], 1),
+    tile(128, [4, 1, 32, 2], [false, false], 1),
+    tile(256, [4, 1, 16, 2], [false, false], 1),
+    tile(256, [2, 1, 16, 2], [false, false], 1),
 ];
 
 // f32 as pairs of f16: rows of as many bytes, products of twice the rate.
 const PAIRS: &[Tile] = &[
-    tile(64, [4, 2, 32, 2], false, 2),
-    tile(128, [4, 1, 64, 1], false, 2),
-    tile(128, [4, 1, 32, 1], false, 1),
-    tile(256, [8, 1, 32, 1], false, 1),
-    tile(256, [4, 1, 16, 1], false, 1),
-    tile(256, [2, 1, 16, 1], false, 1),
+    tile(64, [4, 2, 32, 2], [false, false], 2),
+    tile(128, [4, 1, 64, 1], [false, false], 2),
+    tile(128, [4, 1, 32, 1], [false, false], 1),
+    tile(256, [8, 1, 32, 1], [false, false], 1),
+    tile(256, [4, 1, 16, 1], [false, false], 1),
+    tile(256, [2, 1, 16, 1], [false, false], 1),
 ];
 
 fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
@@ -75,9 +81,13 @@ fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
         .filter(|tile| spec.padded.max(spec.padded_v) <= tile.up_to)
         .map(|tile| {
             // Q's rows carry the output in the end.
-            let [k, v] = [spec.padded, spec.padded_v].map(|columns| pitch(spec.dtype, columns));
-            let keys = tile.stages * tile.bn;
-            (*tile, tile.warps * tile.wm * 16 * k.max(v) + keys * (k + v))
+            let rows =
+                tile.warps * tile.wm * 16 * pitch(spec.dtype, spec.padded.max(spec.padded_v));
+            let key: u32 = [spec.padded, spec.padded_v]
+                .map(|columns| key_pitch(spec.dtype, columns, spec.pairs))
+                .iter()
+                .sum();
+            (*tile, rows + tile.stages * tile.bn * key)
         })
         .find(|&(_, shared)| shared <= limit)
 }
@@ -96,6 +106,7 @@ pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
             ("BN", tile.bn as i32),
             ("STAGES", tile.stages as i32),
             ("QREG", i32::from(tile.qreg)),
+            ("PEEL", i32::from(tile.peel)),
             ("MINB", tile.blocks as i32),
             ("STATE", i32::from(state)),
         ],

@@ -76,11 +76,11 @@ struct Weights {
 };
 
 // acc += P V for the tile of V at v_at.
-template <int WMT, int NTL, int NO> DEV void add_values(float (&acc)[WMT][NO][4], float (&l)[WMT][2], const float (&s)[WMT][NTL][4], const float (&mc)[WMT][2], const Weights& weights, u32 v_at, int pitch) {
+template <bool DENSE = false, int WMT, int NTL, int NO> DEV void add_values(float (&acc)[WMT][NO][4], float (&l)[WMT][2], const float (&s)[WMT][NTL][4], const float (&mc)[WMT][2], const Weights& weights, u32 v_at, int pitch) {
     const int lane = weights.lane;
 #if !F32
     // P of sixteen keys at a time becomes the A operand in place, so its exponentials overlap the products before it.
-    const u32 vat = v_at + (lane & 15) * pitch + (lane >> 4) * 16;
+    const u32 vat = v_at + (lane & 15) * pitch, column = (DENSE ? (lane >> 4) ^ (lane & 7) : lane >> 4) * 16;
 #pragma unroll
     for (int kk = 0; kk < NTL / 2; ++kk) {
         u32 pf[WMT][4];
@@ -96,7 +96,7 @@ template <int WMT, int NTL, int NO> DEV void add_values(float (&acc)[WMT][NO][4]
 #pragma unroll
         for (int n = 0; n < NO / 2; ++n) {
             u32 vf[4];
-            ldsm4t(vf, vat + kk * 16 * pitch + n * 32);
+            ldsm4t(vf, vat + kk * 16 * pitch + along<DENSE>(column, n));
 #pragma unroll
             for (int x = 0; x < WMT; ++x) {
                 mma(acc[x][2 * n], pf[x], vf[0], vf[1]);
@@ -142,16 +142,16 @@ template <int WMT, int NTL, int NO> DEV void add_values(float (&acc)[WMT][NO][4]
 }
 
 // The block's barrier after a tile of V arrived; whether it must be looked through, and holds NaN or infinite values.
-template <int ROWS, int COLS, int NT> DEV bool arrived_nonfinite(u32 tile, [[maybe_unused]] bool look, int tid) {
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false> DEV bool arrived_nonfinite(u32 tile, [[maybe_unused]] bool look, int tid) {
 #if GUARD_V
-    if (look) return __syncthreads_or(scan_tile<ROWS, COLS, NT>(tile, tid));
+    if (look) return __syncthreads_or(scan_tile<ROWS, COLS, NT, P, DENSE>(tile, tid));
 #endif
     __syncthreads();
     return false;
 }
 
 // Rare: this tile of V has NaN or infinite values. Rows that see one get it at once; the products get zero instead.
-template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), int WMT, int NO> DEV void take_nonfinite(float (&acc)[WMT][NO][4], u32 tile, const Weights& w, int tid) {
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false, int WMT, int NO> DEV void take_nonfinite(float (&acc)[WMT][NO][4], u32 tile, const Weights& w, int tid) {
 #pragma unroll 1
     for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
@@ -164,7 +164,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), int WMT, int NO> D
 #pragma unroll
                 for (int n = 0; n < NO; ++n)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at(tile, P, k, n * 8 + 2 * (w.lane & 3) + e);
+                    for (int e = 0; e < 2; ++e) acc[x][n][2 * r + e] += nonfinite_at<DENSE>(tile, P, k, n * 8 + 2 * (w.lane & 3) + e);
             }
     }
     __syncthreads();

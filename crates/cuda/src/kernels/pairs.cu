@@ -17,9 +17,10 @@ DEV void split2(float x, float y, u32& hi, u32& lo) {
 
 #if PAIRS
 // s = (A B^T) in the rows' own units: factors are still to come.
-template <int WMT, int NTL, int K> DEV void product_pairs(float (&s)[WMT][NTL][4], u32 a, int apitch, u32 b, int bpitch, int lane) {
+template <int WMT, int NTL, int K, bool DENSE> DEV void product_pairs(float (&s)[WMT][NTL][4], u32 a, int apitch, u32 b, int bpitch, int lane) {
     const u32 aat = a + (lane & 15) * apitch + (lane >> 4) * 16;
-    const u32 bat = b + ((lane & 7) + ((lane >> 4) << 3)) * bpitch + ((lane >> 3) & 1) * 16;
+    const u32 bat = b + ((lane & 7) + ((lane >> 4) << 3)) * bpitch, half = lane >> 3 & 1;
+    const u32 column = (DENSE ? half ^ (lane & 7) : half) * 16;
     float low[WMT][NTL][4];
 #pragma unroll
     for (int m = 0; m < WMT; ++m)
@@ -38,8 +39,8 @@ template <int WMT, int NTL, int K> DEV void product_pairs(float (&s)[WMT][NTL][4
 #pragma unroll
         for (int n = 0; n < NTL / 2; ++n) {
             u32 bh[4], bl[4];
-            ldsm4(bh, bat + n * 16 * bpitch + kk * 32);
-            ldsm4(bl, bat + n * 16 * bpitch + kk * 32 + K * 2);
+            ldsm4(bh, bat + n * 16 * bpitch + along<DENSE>(column, kk));
+            ldsm4(bl, bat + n * 16 * bpitch + along<DENSE>(column, kk + K / 16));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -77,7 +78,7 @@ template <int NTL> DEV bool marked(const float (&f)[NTL][2]) {
 
 // acc += P V as add_values does. Weights take in the factors of their keys; each row of them gets a factor of its own, so that what
 // a hidden key holds never matters to another.
-template <int WMT, int NTL, int NO> DEV void add_values_pairs(float (&acc)[WMT][NO][4], float (&l)[WMT][2], const float (&s)[WMT][NTL][4], const float (&mc)[WMT][2], const Weights& weights, const float (&factors)[NTL][2], u32 v_at, int pitch) {
+template <bool DENSE, int WMT, int NTL, int NO> DEV void add_values_pairs(float (&acc)[WMT][NO][4], float (&l)[WMT][2], const float (&s)[WMT][NTL][4], const float (&mc)[WMT][2], const Weights& weights, const float (&factors)[NTL][2], u32 v_at, int pitch) {
     const int lane = weights.lane;
     u32 ph[WMT][NTL / 2][4], pl[WMT][NTL / 2][4];
     float unit[WMT][2];
@@ -109,7 +110,7 @@ template <int WMT, int NTL, int NO> DEV void add_values_pairs(float (&acc)[WMT][
                 for (int r = 0; r < 2; ++r)
                     split2(w[2 * kk + half][2 * r] * to[r], w[2 * kk + half][2 * r + 1] * to[r], ph[x][kk][half * 2 + r], pl[x][kk][half * 2 + r]);
     }
-    const u32 vat = v_at + (lane & 15) * pitch + (lane >> 4) * 16;
+    const u32 vat = v_at + (lane & 15) * pitch, column = (DENSE ? (lane >> 4) ^ (lane & 7) : lane >> 4) * 16;
 #pragma unroll
     for (int n = 0; n < NO / 2; ++n) {
         float high[WMT][2][4], low[WMT][2][4];
@@ -120,8 +121,8 @@ template <int WMT, int NTL, int NO> DEV void add_values_pairs(float (&acc)[WMT][
 #pragma unroll
         for (int kk = 0; kk < NTL / 2; ++kk) {
             u32 vh[4], vl[4];
-            ldsm4t(vh, vat + kk * 16 * pitch + n * 32);
-            ldsm4t(vl, vat + kk * 16 * pitch + n * 32 + NO * 16);
+            ldsm4t(vh, vat + kk * 16 * pitch + along<DENSE>(column, n));
+            ldsm4t(vl, vat + kk * 16 * pitch + along<DENSE>(column, n + NO / 2));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll

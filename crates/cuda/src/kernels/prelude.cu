@@ -180,32 +180,46 @@ DEV void mma3(float (&c)[4], const u32 (&ah)[4], const u32 (&al)[4], u32 b0h, u3
 
 // ---- tiles in shared memory ----------------------------------------------------------------------------------------------
 
+// Where 16-byte chunk c of row r of a tile stands. DENSE: a row begins on a 128-byte line, and chunks are permuted within each line
+// by the row's number. A line of memory then lands in one line of shared memory and is asked for once; rows padded by one chunk
+// straddle lines. ldmatrix meets no bank conflict either way.
+#define DENSE_PITCH(cols) (((cols) * ESZ + 127) / 128 * 128)
+template <int P, bool DENSE> DEV u32 chunk_at(int r, int c) { return r * P + (DENSE ? c ^ (r & 7) : c) * 16; }
+// Byte of a row where columns [16 n, 16 n + 16) of 2-byte elements begin, for a lane whose chunk of the first of them is at `column`.
+template <bool DENSE> DEV u32 along(u32 column, int n) { return DENSE ? (column ^ (n & 3) * 32) + (n >> 2) * 128 : column + n * 32; }
+
+// How NT threads share the chunks of a tile: LANES neighbours side by side in a row, which then walk down the rows, and in wide rows
+// along them too; 0 where the chunks are numbered through instead.
+template <int COLS, int NT> struct Share {
+    static constexpr int CH = COLS / EPC, EVEN = CH & -CH, LANES = EVEN < 4 || NT % EVEN ? 0 : EVEN < 32 ? EVEN : 32;
+};
+
 // Brings rows [row, row + ROWS) of a [seqlen, d] matrix into shared memory, zero beyond `limit` rows and `d` columns, so that
 // nothing that lies there can reach a product. Thread t always owns the same chunks (see scan_tile).
-template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void load_tile(u32 dst, const Tensor& t, const elem* base, int row, int limit, int d, int tid) {
-    constexpr int CH = COLS / EPC;
-    constexpr int STEPS = (ROWS * CH + NT - 1) / NT;
-    constexpr bool COLUMN = VEC && NT % CH == 0;
-    if constexpr (COLUMN) {
-        // A thread keeps its column and walks down the rows.
-        const int r0 = tid / CH, c = tid % CH;
-        const char* from = (const char*)(base + (i64)(row + r0) * t.ss + c * EPC);
-        const i64 step = t.ss * ((NT / CH) * ESZ);
-        const int rows = c * EPC < d ? limit - row - r0 : 0;
-        const u32 to = dst + r0 * P + c * 16;
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false> DEV void load_tile(u32 dst, const Tensor& t, const elem* base, int row, int limit, int d, int tid) {
+    constexpr int CH = COLS / EPC, LANES = Share<COLS, NT>::LANES;
+    if constexpr (VEC && LANES > 0) {
+        constexpr int DOWN = NT / LANES;
+        const int r0 = tid / LANES, c0 = tid % LANES;
+        const char* from = (const char*)(base + (i64)(row + r0) * t.ss + c0 * EPC);
+        const i64 step = t.ss * (DOWN * ESZ);
+        const int rows = limit - row - r0, columns = d - c0 * EPC;
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            if (ROWS % (NT / CH) != 0 && r0 + i * (NT / CH) >= ROWS) break;
-            cp_async16(to + i * (NT / CH) * P, from, i * (NT / CH) < rows ? 16 : 0);
+        for (int i = 0; i < (ROWS + DOWN - 1) / DOWN; ++i) {
+            if (ROWS % DOWN != 0 && r0 + i * DOWN >= ROWS) break;
+#pragma unroll
+            for (int c = 0; c < CH; c += LANES)
+                cp_async16(dst + chunk_at<P, DENSE>(r0 + i * DOWN, c0 + c), from + c * 16, i * DOWN < rows && c * EPC < columns ? 16 : 0);
             from += step;
         }
     } else {
+        constexpr int STEPS = (ROWS * CH + NT - 1) / NT;
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             int idx = tid + i * NT;
             if ((ROWS * CH) % NT != 0 && idx >= ROWS * CH) break;
             int r = idx / CH, c = idx % CH;
-            u32 to = dst + r * P + c * 16;
+            u32 to = dst + chunk_at<P, DENSE>(r, c);
 #if VEC
             const elem* from = base + (i64)(row + r) * t.ss + c * EPC;
             cp_async16(to, from, (row + r < limit && c * EPC < d) ? 16 : 0);
@@ -253,15 +267,25 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void load_tile
 // A zero probability times a NaN or infinite value is NaN, so a V tile that holds hidden keys of some row must not go into a
 // matrix product with such values in it. scan_tile finds them among the chunks this thread itself brought in (no barrier
 // needed before), clear_tile replaces them by zero, and add_nonfinite gives each row the ones that are live for it.
-template <int ROWS, int COLS, int NT> DEV u32 scan_tile(u32 tile, int tid) {
-    constexpr int CH = COLS / EPC;
-    constexpr int STEPS = (ROWS * CH + NT - 1) / NT;
+template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false> DEV u32 scan_tile(u32 tile, int tid) {
+    constexpr int CH = COLS / EPC, LANES = VEC ? Share<COLS, NT>::LANES : 0;
+    constexpr int STEPS = LANES ? (ROWS * LANES + NT - 1) / NT * (CH / (LANES ? LANES : 1)) : (ROWS * CH + NT - 1) / NT;
     u32 found = 0;
 #pragma unroll 4
     for (int i = 0; i < STEPS; ++i) {
-        int idx = tid + i * NT;
-        if ((ROWS * CH) % NT != 0 && idx >= ROWS * CH) break;
-        u32 at = tile + (idx / CH) * PITCH_OF(COLS) + (idx % CH) * 16, w[4];
+        int r, c;
+        if constexpr (LANES > 0) {
+            constexpr int ALONG = CH / LANES;
+            r = tid / LANES + i / ALONG * (NT / LANES);
+            c = tid % LANES + i % ALONG * LANES;
+            if (ROWS % (NT / LANES) != 0 && r >= ROWS) break;
+        } else {
+            const int idx = tid + i * NT;
+            if ((ROWS * CH) % NT != 0 && idx >= ROWS * CH) break;
+            r = idx / CH;
+            c = idx % CH;
+        }
+        u32 at = tile + chunk_at<P, DENSE>(r, c), w[4];
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
 #pragma unroll
         for (int x = 0; x < 4; ++x) found |= (w[x] & EXP_BITS) + EXP_ONE;
@@ -269,6 +293,7 @@ template <int ROWS, int COLS, int NT> DEV u32 scan_tile(u32 tile, int tid) {
     return found & EXP_TOP;
 }
 
+// DENSE tiles are cleared as any others: the same words in another order.
 template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void clear_tile(u32 tile, int tid) {
     constexpr int CH = COLS / EPC;
 #pragma unroll 1
@@ -285,8 +310,8 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void clear_til
     }
 }
 
-DEV float nonfinite_at(u32 tile, int pitch, int row, int col) {
-    u32 at = tile + row * pitch + col * ESZ;
+template <bool DENSE = false> DEV float nonfinite_at(u32 tile, int pitch, int row, int col) {
+    u32 at = tile + row * pitch + (DENSE ? col * ESZ ^ (row & 7) * 16 : col * ESZ);
 #if F32
     u32 w = lds32(at);
     return (w & EXP_BITS) == EXP_BITS ? __int_as_float(w) : 0.f;
@@ -312,10 +337,11 @@ DEV float quad_sum(float x) {
 
 // Accumulator fragments (m16n8): lane t holds rows t/4 and t/4 + 8, columns 2(t%4) and 2(t%4) + 1.
 // c += A B^T for WMT row tiles of A (at `a`, row-major, pitch apitch) and NTL column tiles of B (at `b`, row-major by column of c).
-template <int WMT, int NTL, int K, bool AREG> DEV void product_nt(float (&c)[WMT][NTL][4], u32 a, int apitch, const u32 (*areg)[WMT][4], u32 b, int bpitch, int lane) {
+template <int WMT, int NTL, int K, bool AREG, bool DENSE = false> DEV void product_nt(float (&c)[WMT][NTL][4], u32 a, int apitch, const u32 (*areg)[WMT][4], u32 b, int bpitch, int lane) {
 #if !F32
     u32 aat = a + (lane & 15) * apitch + (lane >> 4) * 16;
-    u32 bat = b + ((lane & 7) + ((lane >> 4) << 3)) * bpitch + ((lane >> 3) & 1) * 16;
+    const u32 bat = b + ((lane & 7) + ((lane >> 4) << 3)) * bpitch, half = lane >> 3 & 1;
+    const u32 column = (DENSE ? half ^ (lane & 7) : half) * 16;
 #pragma unroll
     for (int kk = 0; kk < K / 16; ++kk) {
         u32 af[WMT][4];
@@ -331,7 +357,7 @@ template <int WMT, int NTL, int K, bool AREG> DEV void product_nt(float (&c)[WMT
 #pragma unroll
         for (int n = 0; n < NTL / 2; ++n) {
             u32 bf[4];
-            ldsm4(bf, bat + n * 16 * bpitch + kk * 32);
+            ldsm4(bf, bat + n * 16 * bpitch + along<DENSE>(column, kk));
 #pragma unroll
             for (int m = 0; m < WMT; ++m) {
                 mma(c[m][2 * n], af[m], bf[0], bf[1]);
