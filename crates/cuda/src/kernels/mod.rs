@@ -313,7 +313,7 @@ pub(crate) fn pitch(dtype: DType, columns: u32) -> u32 {
     columns * dtype.size() as u32 + 16
 }
 
-/// Bytes of a row of K or V in `fa2` and `fa2-wide`: DENSE_PITCH in `prelude.cu`, but for f32 that is not
+/// Bytes of a row of K or V in `fa2`: DENSE_PITCH in `prelude.cu`, but for f32 that is not
 /// taken apart.
 pub(crate) fn key_pitch(dtype: DType, columns: u32, pairs: bool) -> u32 {
     if dtype == DType::F32 && !pairs {

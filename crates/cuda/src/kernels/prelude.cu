@@ -190,15 +190,31 @@ template <bool DENSE> DEV u32 along(u32 column, int n) { return DENSE ? (column 
 
 // How NT threads share the chunks of a tile: LANES neighbours side by side in a row, which then walk down the rows, and in wide rows
 // along them too; 0 where the chunks are numbered through instead.
-template <int COLS, int NT> struct Share {
-    static constexpr int CH = COLS / EPC, EVEN = CH & -CH, LANES = EVEN < 4 || NT % EVEN ? 0 : EVEN < 32 ? EVEN : 32;
+template <int COLS, int NT, bool DENSE> struct Share {
+    static constexpr int CH = COLS / EPC, EVEN = CH & -CH;
+    // Padded rows that go into the block evenly: numbered through, a thread keeps its column.
+    static constexpr bool COLUMN = VEC && !DENSE && NT % CH == 0;
+    static constexpr int LANES = !VEC || COLUMN || EVEN < 4 || NT % EVEN ? 0 : EVEN < 32 ? EVEN : 32;
 };
 
 // Brings rows [row, row + ROWS) of a [seqlen, d] matrix into shared memory, zero beyond `limit` rows and `d` columns, so that
 // nothing that lies there can reach a product. Thread t always owns the same chunks (see scan_tile).
 template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false> DEV void load_tile(u32 dst, const Tensor& t, const elem* base, int row, int limit, int d, int tid) {
-    constexpr int CH = COLS / EPC, LANES = Share<COLS, NT>::LANES;
-    if constexpr (VEC && LANES > 0) {
+    constexpr int CH = COLS / EPC, LANES = Share<COLS, NT, DENSE>::LANES;
+    constexpr int STEPS = (ROWS * CH + NT - 1) / NT;
+    if constexpr (Share<COLS, NT, DENSE>::COLUMN) {
+        const int r0 = tid / CH, c = tid % CH;
+        const char* from = (const char*)(base + (i64)(row + r0) * t.ss + c * EPC);
+        const i64 step = t.ss * ((NT / CH) * ESZ);
+        const int rows = c * EPC < d ? limit - row - r0 : 0;
+        const u32 to = dst + r0 * P + c * 16;
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            if (ROWS % (NT / CH) != 0 && r0 + i * (NT / CH) >= ROWS) break;
+            cp_async16(to + i * (NT / CH) * P, from, i * (NT / CH) < rows ? 16 : 0);
+            from += step;
+        }
+    } else if constexpr (LANES > 0) {
         constexpr int DOWN = NT / LANES;
         const int r0 = tid / LANES, c0 = tid % LANES;
         const char* from = (const char*)(base + (i64)(row + r0) * t.ss + c0 * EPC);
@@ -213,7 +229,6 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false
             from += step;
         }
     } else {
-        constexpr int STEPS = (ROWS * CH + NT - 1) / NT;
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             int idx = tid + i * NT;
@@ -268,7 +283,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false
 // matrix product with such values in it. scan_tile finds them among the chunks this thread itself brought in (no barrier
 // needed before), clear_tile replaces them by zero, and add_nonfinite gives each row the ones that are live for it.
 template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false> DEV u32 scan_tile(u32 tile, int tid) {
-    constexpr int CH = COLS / EPC, LANES = VEC ? Share<COLS, NT>::LANES : 0;
+    constexpr int CH = COLS / EPC, LANES = Share<COLS, NT, DENSE>::LANES;
     constexpr int STEPS = LANES ? (ROWS * LANES + NT - 1) / NT * (CH / (LANES ? LANES : 1)) : (ROWS * CH + NT - 1) / NT;
     u32 found = 0;
 #pragma unroll 4
