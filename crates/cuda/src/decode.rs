@@ -524,9 +524,9 @@ pub(crate) fn run(
         &ready.pair.split.name,
     )?;
     if let Some(states) = states {
-        let warps = (pairs * most_rows) as u64 * u64::from(padded.div_ceil(32));
+        let blocks = (pairs * most_rows) as u64 * u64::from(padded.div_ceil(32));
         let shape = Shape {
-            grid: (warps.div_ceil(4) as u32, 1),
+            grid: (blocks as u32, 1),
             threads: ready.pair.merge.threads,
             shared: 0,
         };

@@ -716,15 +716,16 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
 #endif
 // ---- the merge -----------------------------------------------------------------------------------------------------------
 
-// A column a thread. State 0 is what the first part folded; the rest are chunks in order.
-#define WIDE ((DP + 31) / 32) // warps a row
+// A block folds 32 columns of a row, a lane a column. State 0 is what the first part folded; the rest are chunks in order, 32 for
+// each warp. All of them are read at once; the warps then fold one after another what each has read.
+#define WIDE ((DP + 31) / 32) // blocks a row
 extern "C" __global__ void __launch_bounds__(128) tw_decode_merge(const __grid_constant__ Decode a) {
-    const int lane = threadIdx.x & 31;
+    static_assert(MOST_CHUNKS <= 4 * 32, "each warp has one chunk a lane");
+    __shared__ float tops[4], handed[2][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     AFTER_THE_SPLIT
-    const i64 warp = (blockIdx.x * (i64)blockDim.x + threadIdx.x) >> 5, job = warp / WIDE;
-    if (job >= (i64)a.pairs * a.most_rows) return;
-    const int pair = (int)(job / a.most_rows), r = (int)(job - (i64)pair * a.most_rows), rb = r / BM;
-    const int col = (int)(warp - job * WIDE) * 32 + lane;
+    const int job = blockIdx.x / WIDE, col = (blockIdx.x - job * WIDE) * 32 + lane;
+    const int pair = job / a.most_rows, r = job - pair * a.most_rows, rb = r / BM;
     const Group w = group_of(a, pair, rb);
     if (r >= w.r1 || w.folded >= w.chunks) return;
     const float c = exponent(a);
@@ -732,47 +733,55 @@ extern "C" __global__ void __launch_bounds__(128) tw_decode_merge(const __grid_c
     const float* const ms = (const float*)a.m + base;
     const float* const ls = (const float*)a.l + base;
     const float* const xs = (const float*)a.acc + base * DP + min(col, DP - 1);
-    float x[1] = {xs[0]}, m = ms[0], l = ls[0];
 
-    // All loads of a batch are under way before the batch ahead of it is folded: left to itself the compiler lets each wait for
-    // the one before. A lane has the maximum and the sum of one chunk; what lies beyond the last chunk is not used.
-    struct Batch {
-        float x[32], m, l;
-    } now, next;
-    const auto fetch = [&](Batch& to, int from) {
-        const int last = w.chunks - 1;
-        const auto load = [](float& y, const float* at) { asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at)); };
-        load(to.m, ms + (i64)min(from + lane, last) * a.rows);
-        load(to.l, ls + (i64)min(from + lane, last) * a.rows);
-#pragma unroll
-        for (int k = 0; k < 32; ++k) load(to.x[k], xs + (i64)min(from + k, last) * a.rows * DP);
+    const int from = w.folded + warp * 32, count = min(32, w.chunks - from), last = w.chunks - 1;
+    // Volatile, so that no load waits for another to be used. What lies beyond the last chunk is not used.
+    const auto load = [](const float* at) {
+        float y;
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at));
+        return y;
     };
-    fetch(now, w.folded);
-    for (int from = w.folded; from < w.chunks; from += 32) {
-        const int count = min(32, w.chunks - from);
-        if (from + 32 < w.chunks) fetch(next, from + 32);
-        // With the running maxima known, so are all factors.
-        const float its_m = lane < count ? now.m : NEG_INF;
-        float top = its_m;
+    float m = load(ms), l = load(ls), x[1] = {load(xs)}, its_x[32];
+    float its_m = load(ms + (i64)min(from + lane, last) * a.rows);
+    const float its_l = load(ls + (i64)min(from + lane, last) * a.rows);
 #pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const float other = __shfl_up_sync(0xffffffffu, top, d);
-            if (lane >= d) top = fmaxf(top, other);
-        }
-        top = fmaxf(top, m);
-        float before = __shfl_up_sync(0xffffffffu, top, 1);
-        if (lane == 0) before = m;
-        const Joint f = weigh(before, its_m, c);
+    for (int k = 0; k < 32; ++k) its_x[k] = load(xs + (i64)min(from + k, last) * a.rows * DP);
+
+    // With the running maxima known, so are all factors.
+    if (lane >= count) its_m = NEG_INF;
+    float top = its_m;
 #pragma unroll
-        for (int k = 0; k < 32; ++k) {
-            if (k >= count) break;
-            const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, now.l, k);
-            l = join(l, fa, fl, fb);
-            x[0] = join(x[0], fa, now.x[k], fb);
-        }
-        m = __shfl_sync(0xffffffffu, top, 31);
-        now = next;
+    for (int d = 1; d < 32; d *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, top, d);
+        if (lane >= d) top = fmaxf(top, other);
     }
-    if (col < DP) emit(a, w, r, col, col == 0, x, m, l);
+    if (lane == 31) tops[warp] = top;
+    __syncthreads();
+    for (int k = 0; k < warp; ++k) m = fmaxf(m, tops[k]);
+    top = fmaxf(top, m);
+    float before = __shfl_up_sync(0xffffffffu, top, 1);
+    if (lane == 0) before = m;
+    const Joint f = weigh(before, its_m, c);
+    const float most = __shfl_sync(0xffffffffu, top, 31);
+#pragma unroll 1
+    for (int turn = 0; w.folded + turn * 32 < w.chunks; ++turn) {
+        if (turn == warp) {
+            if (turn > 0) {
+                x[0] = handed[0][lane];
+                l = handed[1][lane];
+            }
+#pragma unroll
+            for (int k = 0; k < 32; ++k) {
+                if (k >= count) break;
+                const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, its_l, k);
+                l = join(l, fa, fl, fb);
+                x[0] = join(x[0], fa, its_x[k], fb);
+            }
+            handed[0][lane] = x[0];
+            handed[1][lane] = l;
+            if (from + 32 >= w.chunks && col < DP) emit(a, w, r, col, col == 0, x, most, l);
+        }
+        __syncthreads();
+    }
 }
 #endif

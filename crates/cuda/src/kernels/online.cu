@@ -168,7 +168,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false
             }
     }
     __syncthreads();
-    clear_tile<ROWS, COLS, NT, P>(tile, tid);
+    clear_tile<ROWS, DENSE ? P / ESZ : COLS, NT, P>(tile, tid);
     __syncthreads();
 }
 

@@ -308,7 +308,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false
     return found & EXP_TOP;
 }
 
-// DENSE tiles are cleared as any others: the same words in another order.
+// Of DENSE tiles all of P counts as columns: the chunks of a line that is not full stand anywhere in it.
 template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS)> DEV void clear_tile(u32 tile, int tid) {
     constexpr int CH = COLS / EPC;
 #pragma unroll 1
