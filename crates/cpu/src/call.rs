@@ -82,7 +82,7 @@ impl<T: Element> Call<'_, T> {
         Head::new(
             self.problem,
             self.inputs,
-            sequence,
+            at.sequence,
             head,
             self.scoring,
             0,

@@ -3,7 +3,7 @@
 use std::f64::consts::LOG2_E;
 use std::ops::Range;
 
-use tilewise_core::{Element, Inputs, MaskRule, Problem, Sequence};
+use tilewise_core::{Element, Inputs, MaskRule, Problem};
 
 use crate::kernel::dropout::Dropping;
 use crate::kernel::pack::Rows;
@@ -89,17 +89,19 @@ pub(crate) fn rows_of<T: Copy>(
 }
 
 impl<T: Element> Head<T> {
-    /// `bias_key` is the key on the key axis of bias and mask at which the packed keys start.
+    /// Head `head` of sequence number `number`. `bias_key` is the key on the key axis of bias and mask at
+    /// which the packed keys start.
     pub(crate) fn new(
         problem: &Problem,
         inputs: &Inputs<'_, T>,
-        sequence: &Sequence,
+        number: usize,
         head: usize,
         scoring: Scoring<T::Acc>,
         origin: usize,
         bias_key: usize,
     ) -> Self {
         let options = problem.options();
+        let sequence = &problem.sequences()[number];
         let acc = <T::Acc as Element>::from_f64;
         let (b, row) = (sequence.q_batch, sequence.q_start);
         let rule = problem.mask_rule(sequence);
@@ -118,12 +120,7 @@ impl<T: Element> Head<T> {
                 .as_ref()
                 .map(|mask| element_plane(mask, b, head, row, bias_key)),
             dropout: options.get_dropout().map(|dropout| Dropping {
-                philox: {
-                    // Two equal sequences can only be two without rows.
-                    let mut sequences = problem.sequences().iter();
-                    let number = sequences.position(|s| s == sequence).unwrap_or(0);
-                    dropout.philox(number, head, problem.dims().num_heads)
-                },
+                philox: dropout.philox(number, head, problem.dims().num_heads),
                 row: 0,
                 key: origin,
                 mask: inputs

@@ -276,7 +276,7 @@ pub(crate) fn absorb<T: CpuElement>(
         .map(|_| Scratch::new(shape, dims.seqlen_q.min(shape.q_tile), backend.reserve()))
         .collect::<Result<Vec<Scratch<T>>>>()?;
     let scratches = std::sync::Mutex::new(scratches);
-    for sequence in state.problem.sequences() {
+    for (number, sequence) in state.problem.sequences().iter().enumerate() {
         // The chunk, as a sequence of its own.
         let chunk = Sequence {
             k_start: 0,
@@ -299,7 +299,7 @@ pub(crate) fn absorb<T: CpuElement>(
                     let query = Head::new(
                         &state.problem,
                         &inputs,
-                        sequence,
+                        number,
                         head,
                         scoring,
                         block.first_key,

@@ -40,6 +40,14 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// So many threads.
+fn pool(threads: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .unwrap()
+}
+
 /// Peak of extra heap during each of `calls` calls of one backend, what it said beforehand, and what it
 /// kept in the end.
 fn peaks(
@@ -58,11 +66,7 @@ fn peaks(
     let problem = Problem::new(&inputs, &Options::new().causal(true)).unwrap();
     let mut out = vec![0.0f32; data.len()];
     let backend = CpuBackend::new().unwrap();
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .unwrap();
-    pool.install(|| {
+    pool(threads).install(|| {
         let said = backend.workspace_bytes(&problem, algorithm) as usize;
         let start = NOW.load(Ordering::Relaxed);
         let mut call = || {
@@ -103,11 +107,7 @@ fn backward_peak<T: CpuElement>(
     let problem = inputs.problem(&Options::new().causal(true)).unwrap();
     let mut gradients = Gradients::filled(&problem, &inputs.inputs, 0.0).unwrap();
     let backend = CpuBackend::new().unwrap();
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .unwrap();
-    pool.install(|| {
+    pool(threads).install(|| {
         let said = backend.backward_workspace_bytes(&problem, Algorithm::Fa2) as usize;
         let before = NOW.load(Ordering::Relaxed);
         PEAK.store(before, Ordering::Relaxed);

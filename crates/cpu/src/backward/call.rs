@@ -238,7 +238,7 @@ impl<T: Element> Call<'_, T> {
         Head::new(
             self.problem,
             &self.inputs.inputs,
-            sequence,
+            at.sequence,
             self.index(at, n),
             self.scoring,
             0,
