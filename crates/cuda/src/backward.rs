@@ -202,6 +202,11 @@ impl Tensors {
 /// Asynchronous, as [`ops::forward`](crate::ops::forward) is; inputs are read as they lie, out and lse
 /// must be what a forward call of the same problem gave. Workspace comes from the stream's pool.
 ///
+/// NaN and infinity in q, k, v and dout must not lie where a mask, a window, causality or dropout hides
+/// them: in the forward pass they stay out of what does not see them, here they come into the gradients
+/// of the rows and keys of the same tile, as 0 · NaN. Beyond used lengths and packed sequences nothing
+/// is read.
+///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, pages (which have to be
 /// gathered first), and failures of the driver.
