@@ -111,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(256) tw_ceiling_wgmma(const __grid_
     __syncthreads();
     // 128 columns in groups of 8, 128 bytes between the halves of k and 256 between groups, no swizzle.
     const u64 b = (u64)(smem_u32(tile) >> 4 & 0x3fffu) | 8ull << 16 | 16ull << 32;
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll 1
     for (i64 r = 0; r < a.ld_s; ++r) {
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int n = 0; n < CHAINS; ++n) {
 #if DTYPE == 0
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(256) tw_ceiling_wgmma(const __grid_
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : ACC16(0), ACC16(16), ACC16(32), ACC16(48)::"memory");
 #pragma unroll
     for (int n = 0; n < 64; ++n) sum += c[n];
     keep(a, sum);
