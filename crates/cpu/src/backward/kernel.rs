@@ -9,6 +9,7 @@ use crate::exp::{exp2_nonpositive, tanh};
 use crate::isa::Isa;
 use crate::kernel::gemm::with_mr;
 use crate::kernel::pack::chunk;
+use crate::kernel::table::for_each_element;
 use crate::kernel::turned::{TurnedKernels, turned_of_bf16};
 use crate::kernel::{Block, s_stride};
 use crate::simd::{Convert, Vector, portable};
@@ -382,13 +383,4 @@ macro_rules! element {
     };
 }
 
-element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4, |_| None);
-element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
-element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
-element!(
-    bf16,
-    avx512::F32x16,
-    avx2::F32x8,
-    portable::F32x8,
-    turned_of_bf16
-);
+for_each_element!(element, turned_of_bf16);

@@ -441,16 +441,19 @@ macro_rules! element {
     };
 }
 
-element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4, |_| None);
-element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
-element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
-element!(
-    bf16,
-    avx512::F32x16,
-    avx2::F32x8,
-    portable::F32x8,
-    pairs_of_bf16
-);
+/// Calls a macro for every element type: with the type, its vectors of each binding, and what its products
+/// of pairs are made with, `$of_bf16` for bf16.
+macro_rules! for_each_element {
+    ($element:ident, $of_bf16:ident) => {
+        $element!(f64, avx512::F64x8, avx2::F64x4, portable::F64x4, |_| None);
+        $element!(f32, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
+        $element!(f16, avx512::F32x16, avx2::F32x8, portable::F32x8, |_| None);
+        $element!(bf16, avx512::F32x16, avx2::F32x8, portable::F32x8, $of_bf16);
+    };
+}
+pub(crate) use for_each_element;
+
+for_each_element!(element, pairs_of_bf16);
 
 /// The probes of an instruction set that the processor must have, for the products of `dtype`.
 pub(crate) fn probe(isa: Isa, dtype: DType) -> Probe {
