@@ -152,6 +152,45 @@ fn one_head_stands_for_all_where_all_take_too_long_and_nothing_is_counted_where_
     assert!(text.contains("not counted: a run takes"), "{text}");
 }
 
+/// Every figure of the comparison is the same by formula as from a run, over sizes, tiles, masks, types
+/// and both passes.
+#[test]
+fn the_comparison_by_formula_is_what_a_run_counts() {
+    let shapes = [
+        "1,8,8,128,128,16",
+        "2,4,2,33,70,8",
+        "1,6,3,50,20,12,20,causal",
+        "1,2,2,9,300,8,causal",
+        "3,2,2,64,16,8",
+        "1,1,1,8,8,8",
+    ];
+    for shape in shapes {
+        for more in [
+            &["--blocks", "16x16"][..],
+            &["--blocks", "8x64", "--dtype", "bf16"],
+            &[
+                "--fa1-blocks",
+                "64x16",
+                "--fa2-blocks",
+                "16x32",
+                "--dtype",
+                "f64",
+            ],
+            &["--backward", "--blocks", "16x16", "--dtype", "bf16"],
+            &["--backward", "--blocks", "32x8"],
+        ] {
+            let of = |limit: &str| {
+                let args = [&["io", "--shape", shape, "--count-limit", limit], more].concat();
+                json(&args, 0)["comparison"].clone()
+            };
+            let (counted, formula) = (of("1e9"), of("1"));
+            assert_eq!(counted["from_a_run"], true);
+            assert_eq!(formula["from_a_run"], false);
+            assert_eq!(counted["rows"], formula["rows"], "{shape} {more:?}");
+        }
+    }
+}
+
 /// Equal tiles: 3 to 2. FA1's own tiles are larger and reverse it.
 #[test]
 fn equal_tiles_give_three_to_two_and_own_tiles_reverse_it() {

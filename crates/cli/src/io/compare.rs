@@ -4,7 +4,7 @@ use serde::Serialize;
 use tilewise::core::io_model::Io;
 use tilewise::core::observe::Tensor;
 use tilewise::core::schedule::BlockSizes;
-use tilewise::{Algorithm, Problem};
+use tilewise::{Algorithm, Problem, Sequence};
 
 use super::pass::Pass;
 use super::watch::Counted;
@@ -87,7 +87,7 @@ impl Comparison {
             rows: Vec::new(),
         };
         let per = Per::new(problem);
-        table.words("loop order", true, loop_order);
+        table.words("loop order", true, |run| loop_order(problem, pass, run));
         table.words("rows × keys a block", false, |run| {
             format!("{} × {}", run.1.rows(), run.1.keys())
         });
@@ -197,7 +197,9 @@ fn forward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
         let name = ["a head", "a block of rows"];
         parallel(problem, Pass::Forward, run, name)
     });
-    table.figure("extra memory of a call", |run| extra(run, "O, l and m"));
+    table.figure("extra memory of a call", |run| {
+        extra(problem, Pass::Forward, run, "O, l and m")
+    });
     table.fact("statistics kept", "l and m", "L = m + ln l");
     table.fact(
         "split over warps",
@@ -245,6 +247,8 @@ fn backward(table: &mut Table<'_>, problem: &Problem, per: &Per) {
     });
     table.figure("extra memory of a call", |run| {
         extra(
+            problem,
+            Pass::Backward,
             run,
             if run.0 == Algorithm::Fa1 {
                 "dQ"
@@ -269,12 +273,31 @@ fn others(run: &Run) -> (f64, String) {
     (each, significant(Some(each)))
 }
 
-/// What was stored before the first tile of each head.
-fn extra(run: &Run, what: &str) -> (f64, String) {
-    let Some(counted) = &run.3 else {
-        return (f64::NAN, "not counted".into());
+/// What was stored before the first tile of each head; by formula, what the algorithm keeps of each row
+/// outside fast memory.
+fn extra(problem: &Problem, pass: Pass, run: &Run, what: &str) -> (f64, String) {
+    let bytes = match &run.3 {
+        Some(counted) => u128::from(counted.watch.workspace) * counted.repeats,
+        None => {
+            let dims = problem.dims();
+            let kept: &[(Tensor, usize)] = match (pass, run.0) {
+                (Pass::Forward, Algorithm::Fa1) => {
+                    &[(Tensor::O, dims.head_dim_v), (Tensor::M, 1), (Tensor::L, 1)]
+                }
+                (Pass::Forward, _) => &[],
+                (Pass::Backward, Algorithm::Fa1) => &[(Tensor::DQSum, dims.head_dim)],
+                (Pass::Backward, _) => &[(Tensor::DQSum, dims.head_dim), (Tensor::Delta, 1)],
+            };
+            let rows: u128 = (problem.sequences().iter())
+                .map(|s| (s.seqlen_q * dims.num_heads) as u128)
+                .sum();
+            let of = |&(tensor, columns): &(Tensor, usize)| {
+                let size = run.2.count(tensor).map_or(0, |count| count.element_bytes);
+                rows * (columns * size) as u128
+            };
+            kept.iter().map(of).sum()
+        }
     };
-    let bytes = u128::from(counted.watch.workspace) * counted.repeats;
     let text = match bytes {
         0 => "none".into(),
         _ => format!(
@@ -285,45 +308,74 @@ fn extra(run: &Run, what: &str) -> (f64, String) {
     (bytes as f64, text)
 }
 
-/// What changed from one step to the next.
-fn loop_order(run: &Run) -> String {
-    let steps = run
-        .3
-        .as_ref()
-        .map(|c| (c.watch.next_rows, c.watch.next_keys));
+/// What changed from one step to the next; by formula, what the algorithm says.
+fn loop_order(problem: &Problem, pass: Pass, run: &Run) -> String {
+    let steps = match &run.3 {
+        Some(counted) => (counted.watch.next_rows, counted.watch.next_keys),
+        None => {
+            let several = |of: fn(&Sequence) -> usize, block: usize| {
+                u64::from(problem.sequences().iter().any(|s| of(s) > block))
+            };
+            let (rows, keys) = (
+                several(|s| s.seqlen_q, run.1.rows()),
+                several(|s| s.seqlen_k, run.1.keys()),
+            );
+            match (run.0, pass) {
+                (Algorithm::Fa1, _) | (_, Pass::Backward) => (2 * rows, keys),
+                _ => (rows, 2 * keys),
+            }
+        }
+    };
     match steps {
-        Some((0, 0)) => "one block".into(),
-        Some((rows, keys)) if rows > keys => "keys outer, rows inner".into(),
-        Some(_) => "rows outer, keys inner".into(),
-        None => "not counted".into(),
+        (0, 0) => "one block".into(),
+        (rows, keys) if rows > keys => "keys outer, rows inner".into(),
+        _ => "rows outer, keys inner".into(),
     }
 }
 
+/// α, and for FA1, whose blocks have statistics of their own, β.
 fn factors(run: &Run) -> (f64, String) {
-    let Some(counted) = &run.3 else {
-        return (f64::NAN, "not counted".into());
+    let each = match (&run.3, run.0) {
+        (Some(counted), _) => counted.watch.factors as f64 / counted.watch.steps.max(1) as f64,
+        (None, Algorithm::Fa1) => 2.0,
+        (None, _) => 1.0,
     };
-    let each = counted.watch.factors as f64 / counted.watch.steps.max(1) as f64;
     let names = if each > 1.0 { "α and β" } else { "α" };
     (each, format!("{}: {names}", short(each)))
 }
 
 /// Heads for FA1, whose blocks wait for each other; for FA2 blocks of rows, backward blocks of keys.
 fn parallel(problem: &Problem, pass: Pass, run: &Run, [fa1, fa2]: [&str; 2]) -> (f64, String) {
-    let Some(counted) = &run.3 else {
-        return (f64::NAN, "not counted".into());
+    let dims = problem.dims();
+    let name = if run.0 == Algorithm::Fa1 { fa1 } else { fa2 };
+    let units = match &run.3 {
+        Some(counted) => {
+            let units = match run.0 {
+                Algorithm::Fa1 => counted.watch.heads,
+                _ => counted.watch.finished,
+            };
+            // A head of k and v is what was run backward, and dQ is finished once for each of its query
+            // heads.
+            let shared = match (pass, run.0) {
+                (Pass::Backward, Algorithm::Fa1) => dims.group().max(1) as u128,
+                _ => 1,
+            };
+            u128::from(units) * counted.repeats / shared
+        }
+        None => {
+            let heads = match pass {
+                Pass::Forward => dims.num_heads,
+                Pass::Backward => dims.num_kv_heads,
+            };
+            let blocks = |s: &Sequence| match (run.0, pass) {
+                (Algorithm::Fa1, _) => usize::from(s.seqlen_q > 0),
+                (_, Pass::Forward) => s.seqlen_q.div_ceil(run.1.rows()),
+                (_, Pass::Backward) => s.seqlen_k.div_ceil(run.1.keys()),
+            };
+            let all: usize = problem.sequences().iter().map(blocks).sum();
+            (heads * all) as u128
+        }
     };
-    let (units, name) = match run.0 {
-        Algorithm::Fa1 => (counted.watch.heads, fa1),
-        _ => (counted.watch.finished, fa2),
-    };
-    let units = u128::from(units) * counted.repeats;
-    // A head of k and v is what was run backward, and dQ is finished once for each of its query heads.
-    let shared = match (pass, run.0) {
-        (Pass::Backward, Algorithm::Fa1) => problem.dims().group().max(1) as u128,
-        _ => 1,
-    };
-    let units = units / shared;
     (units as f64, format!("{units}: {name}"))
 }
 

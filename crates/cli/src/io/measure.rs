@@ -6,7 +6,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
-use tilewise::core::io_model::Modifiers;
+use tilewise::core::io_model::{Count, Modifiers};
+use tilewise::core::observe::Tensor;
 use tilewise::half::{bf16, f16};
 use tilewise::{
     Algorithm, Backend, BackendKind, BackwardInputs, DType, Element, Gradients, Problem, TensorView,
@@ -33,17 +34,28 @@ pub(super) struct Measured {
     pub(super) bytes_written: Option<u64>,
     pub(super) l2_bytes_read: Option<u64>,
     pub(super) l2_bytes_written: Option<u64>,
+    /// What the multiprocessors received of what they read.
+    pub(super) received_bytes: Option<u64>,
     pub(super) kernels: Vec<ncu::Kernel>,
     /// The formula, read and written, in the tiles that follow.
     pub(super) formula_bytes: u128,
     pub(super) formula_bytes_read: u128,
     pub(super) formula_bytes_written: u128,
+    /// Of the formula's reads, those of q, k and v.
+    #[serde(skip)]
+    pub(super) formula_inputs: u128,
     pub(super) tile_rows: usize,
     pub(super) tile_keys: usize,
     /// Whether the backend walks these tiles; otherwise they are chosen for its fast memory.
     pub(super) tiles_of_the_backend: bool,
     /// Why measurement and formula differ.
-    pub(super) note: String,
+    #[serde(rename = "note", serialize_with = "joined")]
+    pub(super) notes: Vec<String>,
+}
+
+/// One text of them.
+fn joined<S: serde::Serializer>(notes: &[String], to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&notes.join("; "))
 }
 
 /// Bytes as MiB.
@@ -57,23 +69,33 @@ fn pair(read: f64, written: f64) -> String {
 }
 
 impl Measured {
-    pub(super) fn text(&self) -> String {
+    /// What `said` holds was said before, of another algorithm, and is not said again.
+    pub(super) fn text(&self, said: &mut Vec<String>) -> String {
         if self.absent {
             return ui::wrap(&format!("  {}: {}", self.backend, self.how), 4);
         }
-        let said = format!("  {} {}: {}", self.backend, self.algorithm, self.how);
-        let mut text = ui::wrap(&said, 4);
-        let mut grid = Grid::new(&["", "device memory", "L2"], 1);
+        let how = match said.contains(&self.how) {
+            true => "likewise",
+            false => &self.how,
+        };
+        let head = format!("  {} {}: {how}", self.backend, self.algorithm);
+        let mut text = ui::wrap(&head, 4);
+        said.push(self.how.clone());
+        let mut grid = Grid::new(&["", "device memory", "L2", "received"], 1);
         for kernel in &self.kernels {
             grid.row(&[
                 plain(&kernel.name),
                 plain(pair(kernel.dram_read, kernel.dram_written)),
                 plain(pair(kernel.l2_read, kernel.l2_written)),
+                plain(mib(kernel.received)),
             ]);
         }
         if !self.kernels.is_empty() {
             // Writing to a String cannot fail.
-            let _ = writeln!(text, "    MiB, read + written");
+            let _ = writeln!(
+                text,
+                "    MiB, read + written; received by the multiprocessors"
+            );
             for line in grid.render().lines() {
                 let _ = writeln!(text, "    {line}");
             }
@@ -109,7 +131,12 @@ impl Measured {
                 None => writeln!(text, " and writes"),
             };
         }
-        text.push_str(&ui::wrap(&format!("    {}", self.note), 6));
+        for note in &self.notes {
+            if !said.contains(note) {
+                text.push_str(&ui::wrap(&format!("    {note}"), 6));
+                said.push(note.clone());
+            }
+        }
         text
     }
 }
@@ -151,18 +178,24 @@ pub(super) fn all(args: &IoArgs, problem: &Problem) -> Result<Vec<Measured>> {
                 bytes_written: None,
                 l2_bytes_read: None,
                 l2_bytes_written: None,
+                received_bytes: None,
                 kernels: Vec::new(),
                 formula_bytes: formula.bytes(),
                 formula_bytes_read: formula.loaded_bytes(),
                 formula_bytes_written: formula.stored_bytes(),
+                formula_inputs: [Tensor::Q, Tensor::K, Tensor::V]
+                    .iter()
+                    .filter_map(|&tensor| formula.count(tensor))
+                    .map(Count::loaded_bytes)
+                    .sum(),
                 tile_rows: sizes.rows(),
                 tile_keys: sizes.keys(),
                 tiles_of_the_backend: own.is_some(),
-                note: format!(
+                notes: vec![format!(
                     "fast memory: {} of {}",
                     ui::bytes(chip.fast_bytes as u64),
                     chip.what
-                ),
+                )],
             };
             match (&known.status, known.kind) {
                 (Err(reason), _) => one.how = format!("not available: {reason}"),
@@ -194,15 +227,15 @@ fn cpu(pass: Pass, problem: &Problem, algorithm: Algorithm, one: &mut Measured) 
         Ok(misses) => {
             one.how = "last-level cache misses from the processor's counters, 64 bytes each".into();
             one.bytes_read = Some(misses * 64);
-            one.note = format!(
-                "{found}; a third level that holds q, k and v makes the count smaller than the \
-                 formula; {}",
-                one.note
+            one.notes.push(found);
+            one.notes.push(
+                "a third level that holds q, k and v makes the count smaller than the formula"
+                    .into(),
             );
         }
         Err(reason) => {
             one.how = format!("not measured: {reason}");
-            one.note = format!("{found}; {}", one.note);
+            one.notes.push(found);
         }
     }
     Ok(())
@@ -291,14 +324,15 @@ fn profile(
     one.bytes_written = sum(|k| k.dram_written);
     one.l2_bytes_read = sum(|k| k.l2_read);
     one.l2_bytes_written = sum(|k| k.l2_written);
-    one.note = why(pass, algorithm, one);
+    one.received_bytes = sum(|k| k.received);
+    one.notes = why(pass, algorithm, one);
     one.kernels = kernels;
     Ok(())
 }
 
 /// Why the counters and the formula differ: what the kernels do otherwise is known, what caches did is not
 /// counted and said with that reserve.
-fn why(pass: Pass, algorithm: Algorithm, one: &Measured) -> String {
+fn why(pass: Pass, algorithm: Algorithm, one: &Measured) -> Vec<String> {
     let all = |read: Option<u64>, written: Option<u64>| {
         read.unwrap_or(0) as f64 + written.unwrap_or(0) as f64
     };
@@ -331,16 +365,49 @@ fn why(pass: Pass, algorithm: Algorithm, one: &Measured) -> String {
              reads q, k, v and dout again, where the formula adds to it in memory"
         }
     });
-    let of =
-        |bytes: Option<u64>, formula: u128| bytes.unwrap_or(0) as f64 / (formula as f64).max(1.0);
-    let reads = of(one.l2_bytes_read, one.formula_bytes_read);
-    if reads > 1.1 && of(one.l2_bytes_written, one.formula_bytes_written) < reads {
-        reasons.push(
-            "L2 counts more reads than the formula has, and the counters do not say why; L2 of an A100, H100 \
-             or H200 has two halves, and reads that pass through both may be counted twice",
-        );
+    let mut reasons: Vec<String> = reasons.into_iter().map(String::from).collect();
+    reasons.extend(reads(one));
+    reasons
+}
+
+/// Why L2 sends the multiprocessors more than the formula has: what its counters and theirs say together.
+fn reads(one: &Measured) -> Option<String> {
+    let (l2, received) = (one.l2_bytes_read? as f64, one.received_bytes? as f64);
+    let formula = (one.formula_bytes_read as f64).max(1.0);
+    let of = |x: f64| times(x, one.formula_bytes_read);
+    if l2 > 1.05 * received {
+        return Some(format!(
+            "of what L2 counts as read the multiprocessors received {} MiB, {} the formula: the rest moved \
+             within L2 or was counted twice",
+            mib(received),
+            of(received)
+        ));
     }
-    reasons.join("; ")
+    if received < 1.05 * formula {
+        return (received > 0.95 * formula && one.tiles_of_the_backend).then(|| {
+            format!(
+                "the multiprocessors received {} what the formula has them read: nothing was fetched twice",
+                of(received)
+            )
+        });
+    }
+    // Each row of a tile lies an odd number of 16 bytes after the one before.
+    let halves = formula + one.formula_inputs as f64 / 2.0;
+    Some(match (received / halves - 1.0).abs() < 0.02 {
+        true => format!(
+            "the multiprocessors did receive {} the formula, so L2 counts nothing twice; it is as much as if \
+             each 32-byte sector of every second row of q, k and v were fetched for both its halves ({} MiB \
+             in all): such rows are copied to shared memory 16 bytes off a multiple of 32, which the padding \
+             that keeps its banks apart does",
+            of(received),
+            mib(halves)
+        ),
+        false => format!(
+            "the multiprocessors did receive {} the formula, so L2 counts nothing twice: the kernels fetch \
+             more than the formula's tiles hold",
+            of(received)
+        ),
+    })
 }
 
 fn last_line(stdout: &str, stderr: &[u8]) -> String {
@@ -422,22 +489,44 @@ mod tests {
     fn the_note_says_what_is_known() {
         let mut one = nothing();
         one.bytes_read = Some(1 << 18);
-        one.l2_bytes_read = Some(1 << 20);
         one.l2_bytes_written = Some(1 << 19);
-        let note = why(Pass::Forward, Algorithm::Fa2, &one);
-        for part in [
-            "less than the formula",
-            "K and V travel",
-            "the counters do not say why",
-            "may be counted twice",
+        let note = |one: &Measured, pass| why(pass, Algorithm::Fa2, one).join("; ");
+        assert!(note(&one, Pass::Forward).contains("less than the formula"));
+        assert!(!note(&one, Pass::Forward).contains("received"));
+        let formula = one.formula_bytes_read as f64;
+        for (l2, received, part) in [
+            (1.5, 1.5, "for both its halves"),
+            (2.0, 2.0, "more than the formula's tiles hold"),
+            (1.5, 1.0, "within L2 or was counted twice"),
+            (1.0, 1.0, "nothing was fetched twice"),
         ] {
-            assert!(note.contains(part), "{part}: {note}");
+            one.l2_bytes_read = Some((l2 * formula) as u64);
+            one.received_bytes = Some((received * formula) as u64);
+            let said = note(&one, Pass::Forward);
+            assert!(said.contains(part), "{part}: {said}");
+            assert!(said.contains("K and V travel"), "{said}");
         }
-        let back = why(Pass::Backward, Algorithm::Fa2, &one);
+        let back = note(&one, Pass::Backward);
         assert!(back.contains("a kernel of its own") && !back.contains("K and V travel"));
-        one.l2_bytes_read = Some(1 << 19);
-        let level = why(Pass::Forward, Algorithm::Fa1, &one);
-        assert!(!level.contains("twice") && level.contains("O, l and m travel"));
+    }
+
+    /// What holds of several algorithms is said once.
+    #[test]
+    fn nothing_is_said_twice() {
+        let mut one = nothing();
+        one.how = "not measured: no ncu".into();
+        let mut said = Vec::new();
+        let first = one.text(&mut said);
+        assert!(
+            first.contains("no ncu") && first.contains("a note"),
+            "{first}"
+        );
+        let second = one.text(&mut said);
+        assert!(second.contains("fa2: likewise"), "{second}");
+        assert!(
+            !second.contains("a note") && second.contains("by formula"),
+            "{second}"
+        );
     }
 
     fn nothing() -> Measured {
@@ -450,14 +539,16 @@ mod tests {
             bytes_written: None,
             l2_bytes_read: None,
             l2_bytes_written: None,
+            received_bytes: None,
             kernels: Vec::new(),
             formula_bytes: 1 << 20,
             formula_bytes_read: 1 << 19,
             formula_bytes_written: 1 << 19,
+            formula_inputs: 1 << 19,
             tile_rows: 128,
             tile_keys: 64,
             tiles_of_the_backend: true,
-            note: "a note".into(),
+            notes: vec!["a note".into()],
         }
     }
 
@@ -485,7 +576,7 @@ mod tests {
         assert_eq!(one.bytes_read, Some(4_202_508));
         assert_eq!(one.bytes_written, Some(33_554_432));
         assert_eq!(one.l2_bytes_read, Some(8_388_656));
-        let text = one.text();
+        let text = one.text(&mut Vec::new());
         for part in [
             "slow memory: 8.02 × the formula's reads, 64.0 × its writes",
             "L2: 16.0 × the formula's reads",
@@ -501,7 +592,8 @@ mod tests {
     fn a_profiler_without_the_drivers_library_is_explained() {
         let one = profiled("==ERROR== LibraryNotLoaded");
         assert!(one.how.contains("LibraryNotLoaded") && one.how.contains("sandbox"));
-        assert!(one.text().contains("by formula"), "{}", one.text());
+        let text = one.text(&mut Vec::new());
+        assert!(text.contains("by formula"), "{text}");
     }
 
     #[test]

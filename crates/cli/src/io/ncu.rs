@@ -11,6 +11,8 @@ const DRAM_WRITTEN: &str = "dram__bytes_write.sum";
 /// What multiprocessors ask of L2; without this, what its parts ask of each other is counted too.
 const L2_READ: &str = "lts__t_sectors_srcunit_tex_op_read.sum";
 const L2_WRITTEN: &str = "lts__t_sectors_srcunit_tex_op_write.sum";
+/// What came to the multiprocessors over the crossbar: L2's own count may hold more, or a sector twice.
+const RECEIVED: &str = "l1tex__m_xbar2l1tex_read_bytes.sum";
 /// Bytes of a sector, the unit in which L2 counts.
 const SECTOR: f64 = 32.0;
 
@@ -21,7 +23,7 @@ const ARGUMENTS: [&str; 8] = [
     "--kernel-name=regex:^tw_(KERNELS)",
     "--cache-control=all",
     "--metrics",
-    "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_srcunit_tex_op_read.sum,lts__t_sectors_srcunit_tex_op_write.sum",
+    "dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_srcunit_tex_op_read.sum,lts__t_sectors_srcunit_tex_op_write.sum,l1tex__m_xbar2l1tex_read_bytes.sum",
     "--",
 ];
 
@@ -41,6 +43,8 @@ pub(super) struct Kernel {
     pub(super) dram_written: f64,
     pub(super) l2_read: f64,
     pub(super) l2_written: f64,
+    /// What the multiprocessors received of what they read.
+    pub(super) received: f64,
 }
 
 /// The profiler, or why there is none.
@@ -152,6 +156,7 @@ pub(super) fn parse(text: &str) -> Result<Vec<Kernel>> {
                 dram_written: of(DRAM_WRITTEN)?,
                 l2_read: of(L2_READ)? * SECTOR,
                 l2_written: of(L2_WRITTEN)? * SECTOR,
+                received: of(RECEIVED)?,
                 name: name.split('(').next().unwrap_or_default().to_string(),
             })
         })
@@ -169,10 +174,12 @@ some output of the program
 "0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","33,554,432"
 "0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","262,144"
 "0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_write.sum","sector","1,048,576"
+"0","4711","tilewise","127.0.0.1","tw_standard_scores(Args)","1","7","(256, 1, 1)","(64, 8, 1)","0","9.0","Command line profiler metrics","l1tex__m_xbar2l1tex_read_bytes.sum","byte","8,388,608"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_read.sum","byte","12"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","dram__bytes_write.sum","byte","0"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","1.5"
 "1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_write.sum","sector","2"
+"1","4711","tilewise","127.0.0.1","tw_fa2","1","7","(128, 1, 1)","(64, 1, 1)","0","9.0","Command line profiler metrics","l1tex__m_xbar2l1tex_read_bytes.sum","byte","48"
 "#;
 
 #[cfg(test)]
@@ -192,6 +199,7 @@ mod tests {
                 dram_written: 33_554_432.0,
                 l2_read: 8_388_608.0,
                 l2_written: 33_554_432.0,
+                received: 8_388_608.0,
             }
         );
         assert_eq!((kernels[1].l2_read, kernels[1].l2_written), (48.0, 64.0));
@@ -220,7 +228,7 @@ mod tests {
     #[test]
     fn the_metrics_asked_for_are_those_read() {
         let asked = ARGUMENTS[6];
-        for metric in [DRAM_READ, DRAM_WRITTEN, L2_READ, L2_WRITTEN] {
+        for metric in [DRAM_READ, DRAM_WRITTEN, L2_READ, L2_WRITTEN, RECEIVED] {
             assert!(asked.split(',').any(|one| one == metric));
         }
     }

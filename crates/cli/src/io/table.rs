@@ -375,7 +375,8 @@ fn measured(text: &mut String, measured: &[Measured]) {
         return;
     }
     let _ = writeln!(text, "\nmeasured");
+    let mut said = Vec::new();
     for one in measured {
-        text.push_str(&one.text());
+        text.push_str(&one.text(&mut said));
     }
 }
