@@ -66,14 +66,27 @@ impl Products {
         }
     }
 
-    /// What `algorithm` makes of `problem`, forward or `backward`.
-    pub fn of(problem: &Problem, algorithm: Algorithm, backward: bool) -> Products {
+    /// What a call of `algorithm` on device memory makes of `problem`, forward or `backward`.
+    pub fn of(
+        backend: &CudaBackend,
+        problem: &Problem,
+        algorithm: Algorithm,
+        backward: bool,
+    ) -> Products {
+        let warpgroups = !backward && crate::hopper::tile_of(backend, problem, algorithm).is_some();
+        Self::by(problem, algorithm, backward, warpgroups)
+    }
+
+    fn by(problem: &Problem, algorithm: Algorithm, backward: bool, warpgroups: bool) -> Products {
         let pairs = !backward
             && ops::splits(problem, algorithm)
             && !crate::decode::serves(problem, algorithm);
         let dtype = problem.dtype();
         Products {
-            instruction: Instruction::Mma,
+            instruction: match warpgroups {
+                true => Instruction::Wgmma,
+                false => Instruction::Mma,
+            },
             dtype: if pairs { DType::F16 } else { dtype },
             each: if dtype == DType::F32 { 3 } else { 1 },
         }
@@ -225,7 +238,7 @@ mod tests {
             head_dim_v: head_dim,
         };
         let problem = Problem::dense(dims, dtype, &Options::new()).unwrap();
-        Products::of(&problem, algorithm, false).to_string()
+        Products::by(&problem, algorithm, false, false).to_string()
     }
 
     #[test]
@@ -241,6 +254,18 @@ mod tests {
             "mma.sync tf32 / 3"
         );
         assert_eq!(of(DType::F32, 1, 64, Algorithm::Fa2), "mma.sync tf32 / 3");
+        let dims = Dims {
+            batch: 1,
+            num_heads: 1,
+            num_kv_heads: 1,
+            seqlen_q: 512,
+            seqlen_k: 512,
+            head_dim: 128,
+            head_dim_v: 128,
+        };
+        let problem = Problem::dense(dims, DType::BF16, &Options::new()).unwrap();
+        let hopper = Products::by(&problem, Algorithm::Fa2, false, true);
+        assert_eq!(hopper.to_string(), "wgmma bf16");
         let plain = Products::plain(Instruction::Fma, DType::F32);
         assert_eq!(plain.to_string(), "FFMA f32");
         let plain = Products::plain(Instruction::Wgmma, DType::F32);

@@ -60,7 +60,12 @@ impl Devices {
         pass: Pass,
     ) -> Result<DeviceRates, String> {
         let device = self.open(ordinal)?;
-        let products = Products::of(problem, algorithm, matches!(pass, Pass::Backward { .. }));
+        let products = Products::of(
+            device,
+            problem,
+            algorithm,
+            matches!(pass, Pass::Backward { .. }),
+        );
         let rates = || {
             Ok(DeviceRates {
                 products: products.to_string(),
