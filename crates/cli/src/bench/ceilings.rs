@@ -4,7 +4,7 @@ use anyhow::Result;
 use tilewise::cpu::{Isa, ceilings};
 use tilewise::{DType, Problem};
 
-use super::device::DeviceRates;
+use super::device::{DeviceRates, Devices, Products};
 use crate::stats::median;
 
 /// Rates of one instruction set of the CPU, for one problem and number of threads.
@@ -47,8 +47,17 @@ struct Taken {
 }
 
 impl DeviceCeilings {
+    /// Measures each of these once more. Where one cannot be measured, the list of all rates says why.
+    pub(super) fn measure(&mut self, devices: &mut Devices, bounds: &[(usize, Products)]) {
+        for (ordinal, products) in bounds {
+            if let Ok(rates) = devices.rates(*ordinal, *products) {
+                self.add(*ordinal, rates);
+            }
+        }
+    }
+
     /// Adds one measurement of both rates, those of `products` and of reading.
-    pub(super) fn add(&mut self, ordinal: usize, rates: DeviceRates) {
+    fn add(&mut self, ordinal: usize, rates: DeviceRates) {
         let DeviceRates {
             products,
             flops,

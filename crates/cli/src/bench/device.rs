@@ -4,12 +4,27 @@
 use std::collections::btree_map::{BTreeMap, Entry};
 
 #[cfg(feature = "cuda")]
-use tilewise::cuda::ceilings::{self, Instruction, Products};
+use tilewise::cuda::ceilings::{self, Instruction};
 #[cfg(feature = "cuda")]
 use tilewise::cuda::{CudaBackend, backward::Sums, bench};
 use tilewise::{Algorithm, DType, Problem};
 
 use super::report::Rate;
+#[cfg(feature = "cuda")]
+pub(super) use tilewise::cuda::ceilings::Products;
+
+/// Products of no device.
+#[cfg(not(feature = "cuda"))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Products {}
+
+#[cfg(not(feature = "cuda"))]
+impl std::fmt::Display for Products {
+    fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {}
+    }
+}
+
 use crate::stats::Samples;
 
 /// What bounds an algorithm on a device, each measured once.
@@ -50,22 +65,28 @@ impl Devices {
         })
     }
 
-    /// What bounds `algorithm` on a device.
+    /// Products that `algorithm` makes on a device, by name; `None` where it cannot be opened.
     #[cfg(feature = "cuda")]
-    pub(super) fn rates(
+    pub(super) fn products(
         &mut self,
         ordinal: usize,
         problem: &Problem,
         algorithm: Algorithm,
         pass: Pass,
+    ) -> Option<Products> {
+        let device = self.open(ordinal).ok()?;
+        let backward = matches!(pass, Pass::Backward { .. });
+        Some(Products::of(device, problem, algorithm, backward))
+    }
+
+    /// What bounds an algorithm that makes these products on a device.
+    #[cfg(feature = "cuda")]
+    pub(super) fn rates(
+        &mut self,
+        ordinal: usize,
+        products: Products,
     ) -> Result<DeviceRates, String> {
         let device = self.open(ordinal)?;
-        let products = Products::of(
-            device,
-            problem,
-            algorithm,
-            matches!(pass, Pass::Backward { .. }),
-        );
         let rates = || {
             Ok(DeviceRates {
                 products: products.to_string(),
@@ -159,14 +180,20 @@ impl Devices {
 
     /// There is no device in a build without CUDA.
     #[cfg(not(feature = "cuda"))]
-    pub(super) fn rates(
+    pub(super) fn products(
         &mut self,
-        ordinal: usize,
+        _: usize,
         _: &Problem,
         _: Algorithm,
         _: Pass,
-    ) -> Result<DeviceRates, String> {
-        Err(format!("this build has no CUDA for cuda:{ordinal}"))
+    ) -> Option<Products> {
+        None
+    }
+
+    /// Nor a rate of one.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn rates(&mut self, _: usize, products: Products) -> Result<DeviceRates, String> {
+        match products {}
     }
 
     /// Nor anything to measure.

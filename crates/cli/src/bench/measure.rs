@@ -51,8 +51,8 @@ pub(super) fn shape<T: Element>(
         },
         false => Pass::Forward,
     };
-    let (mut host, mut timed) = (Vec::new(), Vec::new());
-    let mut ceilings = DeviceCeilings::default();
+    let mut host = Vec::new();
+    let mut on_device = Vec::new();
     for (at, lane) in lanes.iter().enumerate() {
         let refusal = match &lane.backend {
             Ok(backend) => refusal(args, backend.as_ref(), &problem, lane),
@@ -61,58 +61,43 @@ pub(super) fn shape<T: Element>(
         if refusal.is_some() {
             rows[at].reason = refusal;
         } else if let BackendKind::Cuda { ordinal } = lane.kind {
-            let bound = bound(args, devices, ordinal, &problem, lane, pass, &mut ceilings);
-            match devices.time(ordinal, &problem, lane.algorithm, args.repeat, pass) {
-                Ok(samples) => {
-                    rows[at].measured(&problem, &samples, args.backward);
-                    timed.push((at, ordinal, bound));
-                }
-                Err(reason) => rows[at].reason = Some(reason),
-            }
+            let products = match args.ceilings {
+                true => devices.products(ordinal, &problem, lane.algorithm, pass),
+                false => None,
+            };
+            on_device.push((at, ordinal, products));
         } else {
             host.push((at, lane));
         }
     }
-    // Once more after the timings: the device's pace may have changed meanwhile.
-    for &(at, ordinal, _) in &timed {
-        bound(
-            args,
-            devices,
-            ordinal,
-            &problem,
-            &lanes[at],
-            pass,
-            &mut ceilings,
-        );
+    // Once before and once after the timings, each kind of products: the device's pace may change.
+    let mut bounds: Vec<_> = on_device
+        .iter()
+        .filter_map(|(_, ordinal, products)| Some((*ordinal, (*products)?)))
+        .collect();
+    let mut seen = Vec::new();
+    bounds.retain(|one| {
+        let new = !seen.contains(one);
+        seen.push(*one);
+        new
+    });
+    let mut ceilings = DeviceCeilings::default();
+    ceilings.measure(devices, &bounds);
+    for (at, ordinal, _) in &on_device {
+        match devices.time(*ordinal, &problem, lanes[*at].algorithm, args.repeat, pass) {
+            Ok(samples) => rows[*at].measured(&problem, &samples, args.backward),
+            Err(reason) => rows[*at].reason = Some(reason),
+        }
     }
-    for (at, ordinal, bound) in timed {
-        let ceiling = bound.and_then(|products| ceilings.ceiling(ordinal, &products));
+    ceilings.measure(devices, &bounds);
+    for (at, ordinal, products) in on_device {
+        let ceiling = products.and_then(|one| ceilings.ceiling(ordinal, &one.to_string()));
         rows[at].related(&problem, ceiling, args.backward);
     }
     if !host.is_empty() {
         on_host::<T>(args, &posed, &problem, &host, &mut rows, pool)?;
     }
     Ok(rows)
-}
-
-/// Measures what bounds a lane on a device once more, if that was asked for: the name of its products.
-/// Where it cannot be measured, the list of all rates says why.
-fn bound(
-    args: &BenchArgs,
-    devices: &mut Devices,
-    ordinal: usize,
-    problem: &Problem,
-    lane: &Lane,
-    pass: Pass,
-    ceilings: &mut DeviceCeilings,
-) -> Option<String> {
-    if !args.ceilings {
-        return None;
-    }
-    let rates = devices.rates(ordinal, problem, lane.algorithm, pass).ok()?;
-    let products = rates.products.clone();
-    ceilings.add(ordinal, rates);
-    Some(products)
 }
 
 /// Why a lane is not run.
