@@ -79,7 +79,11 @@ pub(super) fn kernel(
 ) -> Kernel {
     let flow = Flow::new(function);
     let body = &function.body;
-    let keys = flow.loop_over(|at| is_matrix(&body[at]));
+    // Blocks of this one take one row block after another, in a loop around that over keys.
+    let keys = match function.name.as_str() {
+        "tw_hopper" => flow.innermost_over(|at| is_matrix(&body[at])),
+        _ => flow.loop_over(|at| is_matrix(&body[at])),
+    };
     let definitions = Definitions::new(function);
     let mut kernel = Kernel {
         entry: function.name.clone(),

@@ -79,6 +79,25 @@ impl Flow {
         (!blocks.is_empty()).then_some(Loop { blocks })
     }
 
+    /// As [`loop_over`](Self::loop_over), of nested loops the innermost: where the outermost walks rows.
+    pub(super) fn innermost_over(&self, matters: impl Fn(usize) -> bool) -> Option<Loop> {
+        let all: Vec<usize> = (0..self.block_of.len()).filter(|&at| matters(at)).collect();
+        let holding: Vec<&Loop> = self
+            .loops
+            .iter()
+            .filter(|one| all.iter().any(|&at| self.inside(one, at)))
+            .collect();
+        let within = |inner: &Loop, outer: &Loop| {
+            inner.blocks.len() < outer.blocks.len() && inner.blocks.is_subset(&outer.blocks)
+        };
+        let blocks: BTreeSet<usize> = holding
+            .iter()
+            .filter(|outer| !holding.iter().any(|inner| within(inner, outer)))
+            .flat_map(|one| one.blocks.iter().copied())
+            .collect();
+        (!blocks.is_empty()).then_some(Loop { blocks })
+    }
+
     pub(super) fn inside(&self, one: &Loop, instruction: usize) -> bool {
         one.blocks.contains(&self.block_of[instruction])
     }
@@ -209,5 +228,18 @@ mod tests {
             assert_eq!(flow.in_a_loop(at(op)), looped, "{op}");
         }
         assert!(flow.loop_over(|at| function.body[at].is("wgmma")).is_none());
+        let inner = &flow
+            .innermost_over(|at| function.body[at].is("mma"))
+            .unwrap();
+        for (op, inside, after) in [
+            ("st.a", false, false),
+            ("st.b", false, true),
+            ("st.c", false, true),
+            ("st.d", false, true),
+            ("mma.sync", true, false),
+        ] {
+            assert_eq!(flow.inside(inner, at(op)), inside, "{op}");
+            assert_eq!(flow.after(inner, at(op)), after, "{op}");
+        }
     }
 }

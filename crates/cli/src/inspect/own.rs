@@ -5,7 +5,7 @@ use serde::Serialize;
 use tilewise::Algorithm;
 use tilewise::cuda::kernels::{self, Family, Mask, Selection, Variant};
 use tilewise::cuda::nvrtc::Nvrtc;
-use tilewise::cuda::raw::{Args, BackwardArgs, Tensor};
+use tilewise::cuda::raw::{Args, BackwardArgs, HopperArgs, Tensor};
 
 use super::ptx::Pointer;
 use super::{
@@ -107,6 +107,13 @@ const BACKWARD_POINTERS: [(usize, &str); 10] = [
     (std::mem::offset_of!(BackwardArgs, dsinks), "dsinks"),
 ];
 
+/// Where `tw_hopper` has its tensor maps.
+const MAPS: [(usize, &str); 3] = [
+    (std::mem::offset_of!(HopperArgs, q), "q"),
+    (std::mem::offset_of!(HopperArgs, k), "k"),
+    (std::mem::offset_of!(HopperArgs, v), "v"),
+];
+
 /// Names for the kernel `entry`; of kernels that are not this project's, none are known.
 pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {
     let own = entry.starts_with("tw_");
@@ -114,16 +121,23 @@ pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {
         true => &BACKWARD_POINTERS,
         false => &[],
     };
+    // Its tensor maps stand first, which the copy engine reads by their own addresses.
+    let (forward, maps): (usize, &[_]) = match entry {
+        "tw_hopper" => (std::mem::offset_of!(HopperArgs, forward), &MAPS),
+        _ => (0, &[]),
+    };
     // Its matrices stand where other kernels have their sums.
     let matrices = entry.starts_with("tw_bwd_standard");
     move |pointer| {
         let offset = usize::try_from(pointer.offset)
             .ok()
             .filter(|_| own && pointer.param == 0)?;
-        POINTERS
-            .iter()
-            .chain(more)
-            .find(|known| known.0 == offset)
+        let at = |known: &&(usize, &'static str), offset| known.0 == offset;
+        let of_forward = offset.checked_sub(forward);
+        let mut maps = maps.iter();
+        let mut pointers = POINTERS.iter().chain(more);
+        maps.find(|known| at(known, offset))
+            .or_else(|| pointers.find(|known| of_forward.is_some_and(|offset| at(known, offset))))
             .map(|known| match known.1 {
                 "dQ" if matrices => "dP",
                 "O" if matrices => "dX",
@@ -135,6 +149,9 @@ pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {
 /// The algorithm whose kernels these are, if PTX of this project was read.
 pub(super) fn algorithm_of(kernels: &[Inspected]) -> Option<Algorithm> {
     let all = |start: &str| kernels.iter().all(|one| one.ptx.entry.starts_with(start));
+    if all("tw_hopper") {
+        return Some(Algorithm::Fa2);
+    }
     Algorithm::ALL
         .into_iter()
         .find(|algorithm| all(&format!("tw_{algorithm}")))
@@ -213,7 +230,10 @@ impl InspectArgs {
         };
         let chosen: Vec<Variant> = kernels::list(compute, &selection)
             .into_iter()
-            .filter(|variant| variant.family == family(algorithm))
+            .filter(|variant| {
+                variant.family == family(algorithm)
+                    || algorithm.resolve() == Algorithm::Fa2 && variant.family == Family::Hopper
+            })
             // Absorbing into a running state is another operation.
             .filter(|variant| !has(variant, "STATE", 1))
             .filter(|variant| {
@@ -254,6 +274,7 @@ fn score_bytes(variant: &Variant) -> Option<u32> {
     let (groups, keys) = match variant.family {
         Family::Fa1 => (define("MT")?, define("KW")?),
         Family::Fa2 => (define("WM")?, define("BN")?),
+        Family::Hopper => (1, define("BN")?),
         _ => return None,
     };
     Some(groups * 16 * keys * 4 / 32)
