@@ -237,6 +237,21 @@ pub(crate) fn run_dense(
 mod tests {
     use super::*;
 
+    /// setmaxnreg gives out what a launch starts with, the same number of registers for each thread: a
+    /// warpgroup that asks for more waits for ever.
+    #[test]
+    fn registers_that_change_hands_are_those_of_the_launch() {
+        for head_dim in [64, 128, 256] {
+            for rows in [1, usize::MAX] {
+                let spec = Spec::plain(DType::F16, head_dim);
+                let (variant, tile) = hopper::variant(&spec, rows, 90, 227 << 10).unwrap();
+                let launched = 65536 / variant.threads / 8 * 8 * variant.threads;
+                let [give, take] = tile.registers;
+                assert!((give + tile.groups * take) * 128 <= launched, "{tile:?}");
+            }
+        }
+    }
+
     #[test]
     fn units_are_all_row_blocks_whichever_way_they_are_given_out() {
         let of = |row_blocks, pairs, mask, sequences| {
