@@ -56,7 +56,7 @@ impl Pass {
     /// What the names of its CUDA kernels go on with after `tw_`: alternatives of a regular expression.
     pub(super) fn kernels(self) -> &'static str {
         match self {
-            Pass::Forward => "standard|fa|decode|split",
+            Pass::Forward => "standard|fa|hopper|decode|split",
             Pass::Backward => "bwd",
         }
     }
@@ -66,6 +66,33 @@ impl Pass {
         match self {
             Pass::Forward => 2,
             Pass::Backward => 5,
+        }
+    }
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use tilewise::cuda::kernels::{Family, Selection, list};
+
+    use super::*;
+
+    /// A kernel that no pass names would be left out of what is counted.
+    #[test]
+    fn every_kernel_of_a_pass_is_named() {
+        let named = |entry: &str, pass: Pass| {
+            let rest = entry.trim_start_matches("tw_");
+            pass.kernels().split('|').any(|name| rest.starts_with(name))
+        };
+        for variant in list(90, &Selection::default()) {
+            let pass = match variant.family {
+                Family::BackwardFa1 | Family::BackwardFa2 | Family::BackwardStandard => {
+                    Pass::Backward
+                }
+                // They lay inputs out, keep running states and measure the chip.
+                Family::Pack | Family::State | Family::Ceilings => continue,
+                _ => Pass::Forward,
+            };
+            assert!(named(variant.entry, pass), "{}", variant.entry);
         }
     }
 }
