@@ -278,6 +278,8 @@ impl CudaBackend {
         out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<()> {
+        // Kernels and copies go up to where `problem` says: it must be the tensors'.
+        problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
         if self.streams(problem) {
             return streamed::forward(self, problem, inputs, out, lse, self.streaming_budget());
         }
