@@ -16,8 +16,9 @@ use crate::{decode, pack, sequences};
 /// Least driver that fills in tensor maps.
 const MAPS_DRIVER: i32 = 12_000;
 
-/// The kernel that serves `spec` on this device, if it is this family's. A folder of kernels built ahead for earlier chips alone is no reason to refuse: `fa2.cu`
-/// serves then.
+/// The kernel that serves `spec` on this device, if it is this family's. A folder of kernels built ahead
+/// for earlier chips alone, or a compiler that knows no others, is no reason to refuse: `fa2.cu` serves
+/// then.
 pub(crate) fn serves(
     backend: &CudaBackend,
     problem: &Problem,

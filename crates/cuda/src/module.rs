@@ -11,7 +11,7 @@ use tilewise_core::{Error, Result};
 
 use crate::NAME;
 use crate::cache::Store;
-use crate::error::driver;
+use crate::error::{driver, unavailable};
 use crate::kernels::Variant;
 use crate::nvrtc::Nvrtc;
 
@@ -153,6 +153,15 @@ impl Modules {
                 None => exact,
             }
         };
+        if !variant.compiles_for(&arch) {
+            return Err(unavailable(
+                NAME,
+                format!(
+                    "kernel {} needs more than {arch}, all that {nvrtc} compiles for",
+                    variant.name
+                ),
+            ));
+        }
         let version = Some(nvrtc.version());
         if let Some(cache) = &self.cache
             && let Some(image) = cache.load(variant, &arch, version)
