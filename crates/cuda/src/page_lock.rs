@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use cudarc::driver::{CudaContext, sys};
 use tilewise_core::Result;
@@ -10,12 +10,23 @@ use tilewise_core::Result;
 use crate::backend::CudaBackend;
 use crate::error::{allocation, driver};
 
+/// Held by calls that may read page-locked memory in place, and by the end of a lock alone: the borrow of a
+/// [`PageLocked`] is not what keeps its pages, for the slice that it was made of can be streamed as well.
+static IN_PLACE: RwLock<()> = RwLock::new(());
+
+/// No lock ends while this lives.
+pub(crate) fn in_place() -> RwLockReadGuard<'static, ()> {
+    IN_PLACE.read().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Memory of the caller's, page-locked for as long as this lives.
 ///
 /// K and V that are streamed from host memory (`CudaOptions::device_memory`) and lie in such memory one
 /// row after another are read in place at the rate of the bus; what is not page-locked is gathered first.
 /// Locking a GiB takes about as long as moving two or three, so it pays for what is used again. Memory
 /// that was allocated page-locked needs none of this: it is recognised as it is.
+///
+/// Its end waits for calls that are streaming meanwhile.
 ///
 /// A lock that is leaked keeps the pages, and what is allocated at these addresses later must not be
 /// streamed.
@@ -68,9 +79,10 @@ impl<T> Deref for PageLocked<'_, T> {
 impl<T> Drop for PageLocked<'_, T> {
     fn drop(&mut self) {
         if size_of_val(self.data) > 0 {
+            let _none = IN_PLACE.write().unwrap_or_else(PoisonError::into_inner);
             let _ = self.context.bind_to_thread();
-            // SAFETY: locked by `new`; calls that read it have returned, since they borrow it. A failure
-            // is a lost context, which the next call reports.
+            // SAFETY: locked by `new`; no call reads it in place now. A failure is a lost context, which
+            // the next call reports.
             let _ = unsafe { sys::cuMemHostUnregister(self.data.as_ptr() as *mut c_void) }.result();
         }
     }

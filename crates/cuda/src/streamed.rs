@@ -241,6 +241,8 @@ pub(crate) fn forward<T: Element + DeviceRepr + ValidAsZeroBits>(
         .block_table
         .as_ref()
         .zip(problem.page_size().filter(|&size| size > 0));
+    // What is found page-locked must stay so until its copies have passed.
+    let _in_place = crate::page_lock::in_place();
     // Streams of kernels and of results on their way back. `on_stream` waits for each, also after an
     // error, before anything that was queued on it is freed.
     backend.on_stream(|back| {
