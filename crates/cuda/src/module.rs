@@ -91,7 +91,7 @@ impl Modules {
     /// The kernel, ready to launch: loaded before, built ahead, cached on disk, or compiled now.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where it is nowhere and there is no compiler; [`Error::Backend`] where
+    /// [`Error::Unavailable`] where it is nowhere and there is no compiler for it; [`Error::Backend`] where
     /// it does not compile or load.
     pub fn get(&self, variant: &Variant) -> Result<CudaFunction> {
         if let Some(function) = self.known(variant) {

@@ -180,10 +180,11 @@ struct Stage {
 }
 
 impl Stage {
-    fn new(backend: &CudaBackend, stream: &Arc<CudaStream>, bytes: usize) -> Result<Stage> {
+    /// `bytes` of K and of V.
+    fn new(backend: &CudaBackend, stream: &Arc<CudaStream>, bytes: [usize; 2]) -> Result<Stage> {
         Ok(Stage {
-            k: device_zeros(stream, "a chunk of keys", bytes)?,
-            v: device_zeros(stream, "a chunk of values", bytes)?,
+            k: device_zeros(stream, "a chunk of keys", bytes[0])?,
+            v: device_zeros(stream, "a chunk of values", bytes[1])?,
             free: event(backend)?,
         })
     }
@@ -236,7 +237,8 @@ pub(crate) fn forward<T: Element + DeviceRepr + ValidAsZeroBits>(
         units.iter().map(bytes).max().unwrap_or(0)
     };
     let dims = problem.dims();
-    let half = most(dims.head_dim.max(dims.head_dim_v));
+    // Each its own: the budget was cut for their sum.
+    let bytes = [most(dims.head_dim), most(dims.head_dim_v)];
     let table = inputs
         .block_table
         .as_ref()
@@ -248,7 +250,7 @@ pub(crate) fn forward<T: Element + DeviceRepr + ValidAsZeroBits>(
     backend.on_stream(|back| {
         backend.on_stream(|compute| {
             let mut stages = (0..STAGES)
-                .map(|_| Stage::new(backend, compute, half))
+                .map(|_| Stage::new(backend, compute, bytes))
                 .collect::<Result<Vec<Stage>>>()?;
             let memory: Vec<_> = stages
                 .iter_mut()
@@ -273,7 +275,7 @@ pub(crate) fn forward<T: Element + DeviceRepr + ValidAsZeroBits>(
                 })
                 .collect();
             let (k, v) = (Source::new(&inputs.k, table), Source::new(&inputs.v, table));
-            let gatherers = Gatherers::new(backend, [k, v], 2 * half, STAGES)?;
+            let gatherers = Gatherers::new(backend, [k, v], bytes[0] + bytes[1], STAGES)?;
             gatherers.beside(&chunks, |turns| {
                 let mut rows = Rows {
                     backend,
