@@ -1,7 +1,5 @@
 //! Memory whose size comes from a caller's shapes.
 
-use std::sync::OnceLock;
-
 use crate::error::{Error, Result};
 
 /// Whether this machine has memory and swap for `bytes`, used or not.
@@ -13,10 +11,10 @@ pub fn is_installed(bytes: u64) -> bool {
     bytes <= 1 << 28 || installed().is_none_or(|installed| bytes <= installed)
 }
 
-/// Bytes of memory and swap, where Linux says so.
+/// Bytes of memory and swap, where Linux says so. Asked anew each time, for a machine may get more, and
+/// reading it is nothing beside touching what it is asked for.
 fn installed() -> Option<u64> {
-    static INSTALLED: OnceLock<Option<u64>> = OnceLock::new();
-    *INSTALLED.get_or_init(|| total(&std::fs::read_to_string("/proc/meminfo").ok()?))
+    total(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }
 
 /// Memory and swap of a table of `Name:  number kB`.
@@ -43,7 +41,6 @@ pub fn allocate<T: Clone>(shape: &[usize], what: &str, fill: T) -> Result<Vec<T>
     });
     let mut memory = Vec::new();
     match len {
-        Some(0) => Ok(memory),
         Some(len) if is_installed(bytes) && memory.try_reserve_exact(len).is_ok() => {
             memory.resize(len, fill);
             Ok(memory)
