@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop};
+use cudarc::driver::{
+    CudaContext, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop, result,
+};
 use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
@@ -234,9 +236,7 @@ impl CudaBackend {
         let stream = self.take_stream()?;
         let result = work(&stream);
         // Also after an error: whatever was queued must have passed before its memory is reused.
-        let passed = stream
-            .synchronize()
-            .map_err(|e| driver("cuStreamSynchronize", e));
+        let passed = wait_for(&stream);
         self.give_stream(stream);
         let result = result?;
         passed?;
@@ -476,6 +476,14 @@ fn download_keys_of_bias<T: Element + DeviceRepr>(
     let (strides, offset) = (view.strides(), view.offset());
     let mut used = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset)?;
     download(stream, memory, &mut used)
+}
+
+/// Waits until all that is queued on `stream` has passed. cudarc's own wait may return at once, with a
+/// failure that some drop left for it to report.
+pub(crate) fn wait_for(stream: &CudaStream) -> Result<()> {
+    // SAFETY: a live stream.
+    unsafe { result::stream::synchronize(stream.cu_stream()) }
+        .map_err(|e| driver("cuStreamSynchronize", e))
 }
 
 /// Device memory for `len` elements, at least one.

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{self, CUdeviceptr, CUpointer_attribute};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 use tilewise_core::{BlockTable, Element, Error, Result, Sequence, TensorView};
 
-use crate::backend::CudaBackend;
+use crate::backend::{CudaBackend, wait_for};
 use crate::error::{allocation, driver};
 
 /// Bytes of a piece: eight threads with two of these each keep the bus of an H200's host at 93 % of its
@@ -317,8 +317,8 @@ impl<'a, T: Element> Gatherers<'a, T> {
             self.end.wait();
         }
         // Nothing that these copies read or write may go before they have passed.
-        if let Err(error) = own.stream.synchronize() {
-            fail(driver("cuStreamSynchronize", error));
+        if let Err(error) = wait_for(&own.stream) {
+            fail(error);
         }
     }
 
