@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut};
-use tilewise_core::{Algorithm, DType, Error, Problem, Result};
+use tilewise_core::{Algorithm, DType, Error, Problem, Result, allocate};
 
 use crate::backend::{CudaBackend, device_zeros};
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
@@ -130,7 +130,7 @@ pub fn time(
         let mut mask = match problem.has_mask() {
             true => Some(
                 stream
-                    .clone_htod(&vec![1u8; count(shared)])
+                    .clone_htod(&allocate(&shared, "mask", 1u8)?)
                     .map_err(|e| allocation("mask", count(shared) as u64, e))?,
             ),
             false => None,
