@@ -596,6 +596,10 @@ fn run_fa2_forward(
         args.pairs_per_group = pairs_per_group(problem, dims.seqlen_k, backend.l2_bytes());
         None
     };
+    let blocks = args.row_blocks as u64 * args.pairs as u64;
+    if blocks > GRID_X {
+        return Err(unsupported(format!("{blocks} row blocks in one call")));
+    }
     if let Some(kernel) = &hopper {
         hopper::run(backend, stream, problem, args, &spec, kernel)?;
         drop(table);
@@ -608,10 +612,6 @@ fn run_fa2_forward(
         (fa2::variant(&spec, limit, false), 1)
     };
     let variant = variant.ok_or_else(|| missing(&spec))?;
-    let blocks = args.row_blocks as u64 * args.pairs as u64;
-    if blocks > GRID_X {
-        return Err(unsupported(format!("{blocks} row blocks in one call")));
-    }
     launch(backend, stream, &variant, (blocks, columns), &args)?;
     drop((table, pairs));
     Ok(())
