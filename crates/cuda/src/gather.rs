@@ -7,7 +7,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::{Arc, Barrier, Mutex, PoisonError, mpsc};
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUpointer_attribute};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
@@ -207,10 +207,14 @@ pub(crate) struct Gatherers<'a, T> {
     each: Vec<Gatherer>,
     /// The next piece of a chunk that nobody has taken, for each chunk in flight.
     next: Vec<AtomicUsize>,
-    start: Barrier,
-    end: Barrier,
     stop: AtomicBool,
     failed: Mutex<Option<Error>>,
+}
+
+/// Where the gatherers that there are meet the caller: before a chunk and after it.
+struct Meeting {
+    start: Barrier,
+    end: Barrier,
 }
 
 impl<'a, T: Element> Gatherers<'a, T> {
@@ -241,8 +245,6 @@ impl<'a, T: Element> Gatherers<'a, T> {
             tensors,
             each: Vec::with_capacity(threads),
             next: (0..flight).map(|_| AtomicUsize::new(0)).collect(),
-            start: Barrier::new(threads + 1),
-            end: Barrier::new(threads + 1),
             stop: AtomicBool::new(false),
             failed: Mutex::new(None),
         };
@@ -273,11 +275,37 @@ impl<'a, T: Element> Gatherers<'a, T> {
         T: Send + Sync,
     {
         let done = std::thread::scope(|scope| {
+            let mut team = Vec::with_capacity(self.each.len());
             for own in &self.each {
-                scope.spawn(move || self.serve(own, chunks));
+                let (tell, told) = mpsc::channel::<Arc<Meeting>>();
+                let serve = move || {
+                    if let Ok(meeting) = told.recv() {
+                        self.serve(own, &meeting, chunks);
+                    }
+                };
+                match std::thread::Builder::new().spawn_scoped(scope, serve) {
+                    Ok(_) => team.push(tell),
+                    Err(error) if team.is_empty() => {
+                        return Err(Error::Backend {
+                            backend: crate::NAME.into(),
+                            op: "starting a thread that gathers keys".into(),
+                            message: error.to_string(),
+                        });
+                    }
+                    // As many as the system gives: they share the pieces.
+                    Err(_) => break,
+                }
+            }
+            let meeting = Arc::new(Meeting {
+                start: Barrier::new(team.len() + 1),
+                end: Barrier::new(team.len() + 1),
+            });
+            for tell in team {
+                let _ = tell.send(Arc::clone(&meeting));
             }
             let mut turns = Turns {
                 gatherers: self,
+                meeting,
                 chunks: chunks.len(),
                 begun: 0,
                 ended: 0,
@@ -295,7 +323,7 @@ impl<'a, T: Element> Gatherers<'a, T> {
         failed.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn serve(&self, own: &Gatherer, chunks: &[Chunk<'_>]) {
+    fn serve(&self, own: &Gatherer, meeting: &Meeting, chunks: &[Chunk<'_>]) {
         let mut turn = 0;
         let fail = |error| {
             self.failed
@@ -307,14 +335,14 @@ impl<'a, T: Element> Gatherers<'a, T> {
             fail(error);
         }
         for (number, chunk) in chunks.iter().enumerate() {
-            self.start.wait();
+            meeting.start.wait();
             if self.stop.load(Ordering::Acquire) {
                 break;
             }
             if let Err(error) = self.bring(own, &mut turn, number, chunk) {
                 fail(error);
             }
-            self.end.wait();
+            meeting.end.wait();
         }
         // Nothing that these copies read or write may go before they have passed.
         if let Err(error) = wait_for(&own.stream) {
@@ -417,6 +445,7 @@ impl<T> Drop for Gatherers<'_, T> {
 /// Whose turn it is: the gatherers bring chunk after chunk, one ahead of what the caller asks for.
 pub(crate) struct Turns<'g, 'a, T> {
     gatherers: &'g Gatherers<'a, T>,
+    meeting: Arc<Meeting>,
     chunks: usize,
     begun: usize,
     ended: usize,
@@ -428,7 +457,7 @@ impl<T: Element> Turns<'_, '_, T> {
         if self.begun < self.chunks {
             let stage = self.begun % self.gatherers.next.len();
             self.gatherers.next[stage].store(0, Ordering::Relaxed);
-            self.gatherers.start.wait();
+            self.meeting.start.wait();
             self.begun += 1;
         }
     }
@@ -443,7 +472,7 @@ impl<T: Element> Turns<'_, '_, T> {
             self.begin();
         }
         let stage = self.ended % self.gatherers.next.len();
-        self.gatherers.end.wait();
+        self.meeting.end.wait();
         self.ended += 1;
         self.begin();
         if let Some(error) = self.gatherers.failure() {
@@ -461,11 +490,11 @@ impl<T> Drop for Turns<'_, '_, T> {
     // On every way out, so that no gatherer waits for ever.
     fn drop(&mut self) {
         if self.begun > self.ended {
-            self.gatherers.end.wait();
+            self.meeting.end.wait();
         }
         if self.begun < self.chunks {
             self.gatherers.stop.store(true, Ordering::Release);
-            self.gatherers.start.wait();
+            self.meeting.start.wait();
         }
     }
 }
