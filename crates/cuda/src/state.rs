@@ -66,7 +66,8 @@ pub struct DeviceBlock<'a> {
     pub first_key: usize,
 }
 
-fn stateless(problem: &Problem) -> Result<()> {
+/// Whether a running state can hold `problem`.
+pub(crate) fn stateless(problem: &Problem) -> Result<()> {
     supports_tiled(problem, Algorithm::Fa2)?;
     let refuse = |what: &str| Err(unsupported(format!("{what} with a running state")));
     if crate::sequences::needed(problem) {

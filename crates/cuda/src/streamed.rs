@@ -13,15 +13,12 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{
     CudaEvent, CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits,
 };
-use tilewise_core::{
-    Algorithm, Dims, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut,
-};
+use tilewise_core::{Dims, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut};
 
 use crate::backend::{CudaBackend, device_zeros};
 use crate::error::{allocation, driver, unsupported};
 use crate::gather::{Chunk, Gatherers, Source, Turns};
-use crate::ops::supports_tiled;
-use crate::state::{CudaState, DeviceBlock};
+use crate::state::{CudaState, DeviceBlock, stateless};
 use crate::view::{DeviceView, contiguous, tensor};
 
 /// K of one head in a chunk has at most this many bytes: long enough for the bus, short enough to start.
@@ -43,10 +40,16 @@ pub(crate) fn supports(problem: &Problem) -> Result<()> {
             "a bias or a boolean mask where keys are streamed from host memory",
         ));
     }
+    if problem.options().get_dropout().is_some() {
+        return Err(unsupported(
+            "dropout where keys are streamed from host memory",
+        ));
+    }
+    // Rows are held as a running state.
     problem
         .sequences()
         .iter()
-        .try_for_each(|sequence| supports_tiled(&part(problem, sequence, 1)?, Algorithm::Fa2))
+        .try_for_each(|sequence| stateless(&part(problem, sequence, 1)?))
 }
 
 /// The problem of `heads` K and V heads of one sequence.
