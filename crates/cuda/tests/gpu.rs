@@ -602,6 +602,27 @@ fn shapes_and_dtypes_that_do_not_fit_are_named() {
     }
 }
 
+/// Kernels and copies go up to where the problem says: one of more keys than there are would leave them.
+#[test]
+fn a_problem_that_other_inputs_pose_is_refused() {
+    let name = "a_problem_that_other_inputs_pose_is_refused";
+    let Some(backend) = gpu(name) else { return };
+    let data = Data::<f16>::new(dims(1, 2, 1, 8, 8, 64), 1);
+    for (sq, sk) in [(8, 800), (1, 8), (8, 0)] {
+        let problem = Problem::dense(dims(1, 2, 1, sq, sk, 64), DType::F16, &Options::new());
+        let mut out = vec![f16::ZERO; 2 * sq * 64];
+        let out = TensorViewMut::bhsd(&mut out, [1, 2, sq, 64]).unwrap();
+        let refused = backend.forward(
+            &problem.unwrap(),
+            &f16::erase_inputs(data.inputs()),
+            Algorithm::Fa2,
+            f16::erase_mut(out),
+            None,
+        );
+        assert!(refused.is_err(), "{sq} {sk}");
+    }
+}
+
 #[test]
 fn a_backend_that_is_not_there_says_why() {
     let probe = tilewise_cuda::probe();
