@@ -220,6 +220,11 @@ fn bench_refuses_shapes_that_are_none() {
         text.contains("1,3,2,4,4,8") && text.contains("num_heads"),
         "{text}"
     );
+    // Refused at once, not after so many sequences have been listed.
+    for shape in ["18446744073709551615,1,1,0,1,1", "9,1,1,1,4000000000,1"] {
+        let text = error(&["bench", "--backends", "cpu", "--packed", "--shapes", shape]);
+        assert!(text.contains("2^31"), "{text}");
+    }
 }
 
 #[test]

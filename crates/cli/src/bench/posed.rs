@@ -1,6 +1,6 @@
 //! What a timed problem is posed with beside q, k and v.
 
-use anyhow::{Context, Result};
+use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use tilewise::{Dims, Element, Inputs, Options, Problem, TensorView};
 
@@ -39,14 +39,25 @@ pub(super) struct Posed {
 
 /// Where sequences of `longest`·1/n, `longest`·2/n, … `longest` begin and end.
 fn starts(longest: usize, n: usize) -> Result<Vec<i32>> {
+    // Known before anything is counted out: the lengths add up to this much at least.
+    let most = i32::MAX as usize;
+    if n >= most || longest.saturating_mul(n.div_ceil(2)).max(n) > most && longest > 0 {
+        bail!(TOO_MANY);
+    }
+    let mut starts = Vec::new();
+    if starts.try_reserve_exact(n + 1).is_err() {
+        bail!("--packed: no memory for the starts of {n} sequences");
+    }
     let mut at = 0usize;
-    let mut starts = vec![0];
+    starts.push(0);
     for i in 1..=n {
         at = at.saturating_add(longest.saturating_mul(i).div_ceil(n));
-        starts.push(i32::try_from(at).context("--packed: more than 2^31 rows or keys")?);
+        starts.push(i32::try_from(at).map_err(|_| anyhow!(TOO_MANY))?);
     }
     Ok(starts)
 }
+
+const TOO_MANY: &str = "--packed: at most 2^31 - 1 sequences, rows and keys in all";
 
 /// What is beside q, k and v on the host.
 pub(super) struct Extras<T> {
@@ -60,8 +71,8 @@ impl PosedArgs {
         let mut dims = shape.dims;
         let starts = match self.packed {
             true => {
-                let [q, k] = [dims.seqlen_q, dims.seqlen_k].map(|n| starts(n, dims.batch));
-                let (q, k) = (q?, k?);
+                let q = starts(dims.seqlen_q, dims.batch)?;
+                let k = starts(dims.seqlen_k, dims.batch)?;
                 dims.seqlen_q = q.last().map_or(0, |&rows| rows as usize);
                 dims.seqlen_k = k.last().map_or(0, |&keys| keys as usize);
                 dims.batch = 1;

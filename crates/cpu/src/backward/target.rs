@@ -59,20 +59,23 @@ impl<'a, T: Element> Target<'a, T> {
     /// # Safety
     /// No one else touches those rows.
     pub(super) unsafe fn clear_rows_of_no_sequence(&self, problem: &Problem, along_q: bool) {
+        // Sorted once: a look through all sequences for each batch is quadratic in them.
+        let mut taken: Vec<(usize, usize, usize)> = problem
+            .sequences()
+            .iter()
+            .map(|s| match along_q {
+                true => (s.q_batch, s.q_start, s.q_start + s.seqlen_q),
+                false => (s.k_batch, s.k_start, s.k_start + s.seqlen_k),
+            })
+            .collect();
+        taken.sort_unstable();
+        let mut rest = &taken[..];
         for b in 0..self.shape[0] {
-            let mut taken: Vec<(usize, usize)> = problem
-                .sequences()
-                .iter()
-                .filter(|s| b == if along_q { s.q_batch } else { s.k_batch })
-                .map(|s| match along_q {
-                    true => (s.q_start, s.q_start + s.seqlen_q),
-                    false => (s.k_start, s.k_start + s.seqlen_k),
-                })
-                .collect();
-            taken.sort_unstable();
-            taken.push((self.shape[2], self.shape[2]));
+            let (here, later) = rest.split_at(rest.partition_point(|one| one.0 == b));
+            rest = later;
+            let last = (b, self.shape[2], self.shape[2]);
             let mut next = 0;
-            for (start, end) in taken {
+            for &(_, start, end) in here.iter().chain([&last]) {
                 for row in next..start {
                     for h in 0..self.shape[1] {
                         // SAFETY: the caller's promise.
