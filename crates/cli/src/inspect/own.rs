@@ -234,6 +234,8 @@ impl InspectArgs {
                 variant.family == family(algorithm)
                     || algorithm.resolve() == Algorithm::Fa2 && variant.family == Family::Hopper
             })
+            // What no call launches on `--arch`, and no compiler takes for it: Hopper's own on plain sm_90.
+            .filter(|variant| variant.compiles_for(&self.arch))
             // Absorbing into a running state is another operation.
             .filter(|variant| !has(variant, "STATE", 1))
             .filter(|variant| {
