@@ -220,6 +220,18 @@ fn bench_refuses_shapes_that_are_none() {
         text.contains("1,3,2,4,4,8") && text.contains("num_heads"),
         "{text}"
     );
+    // 2^48 bytes, which no address space has.
+    let text = error(&[
+        "bench",
+        "--backends",
+        "cpu",
+        "--algorithms",
+        "fa2",
+        "--mask",
+        "--shapes",
+        "1,1,1,16777216,16777216,1",
+    ]);
+    assert!(text.contains("mask: no memory"), "{text}");
     // Refused at once, not after so many sequences have been listed.
     for shape in ["18446744073709551615,1,1,0,1,1", "9,1,1,1,4000000000,1"] {
         let text = error(&["bench", "--backends", "cpu", "--packed", "--shapes", shape]);

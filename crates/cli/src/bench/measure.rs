@@ -128,8 +128,9 @@ fn on_host<T: Element>(
     rows: &mut [Row],
     pool: &rayon::ThreadPool,
 ) -> Result<()> {
-    let qkv = random::Qkv::<T>::new(args.seed, posed.dims())?;
+    // The largest first: where they cannot be had, nothing else is drawn.
     let extras = posed.extras(args.seed)?;
+    let qkv = random::Qkv::<T>::new(args.seed, posed.dims())?;
     let inputs = posed.inputs(qkv.inputs()?, &extras)?;
     let mut outputs = Outputs::<T>::new(problem)?;
     let shape = problem.dims().out_shape();

@@ -145,15 +145,20 @@ impl Posed {
     /// Bias and mask on the host, if there are any.
     pub(super) fn extras<T: Element>(&self, seed: u64) -> Result<Extras<T>> {
         let [bias, mask] = self.full();
+        let mut live = Vec::new();
+        if self.mask {
+            let count = random::count("mask", mask)?;
+            if live.try_reserve_exact(count).is_err() {
+                bail!("mask: no memory for {count} elements");
+            }
+            live.resize(count, 1);
+        }
         Ok(Extras {
             bias: match self.bias {
                 true => random::normal(seed, "bias", random::count("bias", bias)?)?,
                 false => Vec::new(),
             },
-            mask: match self.mask {
-                true => vec![1; random::count("mask", mask)?],
-                false => Vec::new(),
-            },
+            mask: live,
         })
     }
 
