@@ -267,7 +267,7 @@ impl InspectArgs {
 }
 
 /// Bytes of a tile's scores that one thread holds: MT or WM groups of sixteen rows by KW or BN keys, over
-/// the 32 threads of a warp.
+/// the 32 threads of a warp; in the backward pass BM rows by BN keys, over the threads of a block.
 fn score_bytes(variant: &Variant) -> Option<u32> {
     let define = |name: &str| {
         let found = variant.defines.iter().find(|define| define.0 == name);
@@ -277,6 +277,9 @@ fn score_bytes(variant: &Variant) -> Option<u32> {
         Family::Fa1 => (define("MT")?, define("KW")?),
         Family::Fa2 => (define("WM")?, define("BN")?),
         Family::Hopper => (1, define("BN")?),
+        Family::BackwardFa1 | Family::BackwardFa2 => {
+            return Some(define("BM")? * define("BN")? * 4 / variant.threads);
+        }
         _ => return None,
     };
     Some(groups * 16 * keys * 4 / 32)

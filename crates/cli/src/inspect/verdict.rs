@@ -163,10 +163,11 @@ fn stored_once(one: &Inspected) -> Vec<&str> {
 fn in_fast_memory(one: &Inspected) -> Finding {
     let kernel = &one.ptx;
     let local = kernel.local_loads + kernel.local_stores;
+    // What is stored and loaded again lies there once.
     let spilled = one
         .resources
         .as_ref()
-        .map(|r| r.spill_stores + r.spill_loads);
+        .map(|r| r.spill_stores.max(r.spill_loads));
     // A kernel without a tile of scores has nothing to hide a spill behind.
     let scores = one.score_bytes.unwrap_or(1);
     Finding {
