@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop, result,
+    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop, result,
 };
 use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
@@ -263,6 +263,14 @@ impl CudaBackend {
         rest.lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(stream);
+    }
+
+    /// An event that marks a place in a stream and takes no time.
+    pub(crate) fn new_event(&self) -> Result<CudaEvent> {
+        self.shared
+            .context
+            .new_event(None)
+            .map_err(|e| driver("cuEventCreate", e))
     }
 
     /// Page-locked memory at rest.
@@ -668,7 +676,7 @@ impl Backend for CudaBackend {
                 ("L2".into(), format!("{} MiB", shared.l2 >> 20)),
                 (
                     "fa2 forward".into(),
-                    match shared.compute == crate::kernels::hopper::COMPUTE && !shared.portable {
+                    match crate::hopper::possible(self) {
                         true => "sm_90a: warpgroup products, bulk copies (f16, bf16; head_dim 64, 128, 256)",
                         false => "mma.sync, cp.async",
                     }

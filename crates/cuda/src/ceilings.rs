@@ -11,7 +11,7 @@ use tilewise_core::{Algorithm, DType, Problem, Result};
 
 use crate::backend::CudaBackend;
 use crate::bench::{self, Effort};
-use crate::kernels::{Variant, ceilings as kernels, dtype_code};
+use crate::kernels::{Variant, ceilings as kernels, dtype_code, hopper};
 use crate::ops::{self, address, scratch};
 use crate::raw::Args;
 
@@ -109,7 +109,7 @@ impl Products {
                 (kernels::mma(self.dtype), flops)
             }
             Instruction::Wgmma => {
-                if backend.compute() != 90 {
+                if backend.compute() != hopper::COMPUTE {
                     return Err(crate::error::unavailable(
                         crate::NAME,
                         "wgmma is an instruction of compute capability 9.0",
@@ -227,17 +227,21 @@ mod tests {
 
     use super::*;
 
-    fn products(dtype: DType, seqlen_q: usize, head_dim: usize, algorithm: Algorithm) -> String {
+    fn posed(dtype: DType, seqlen_q: usize, head_dim: usize) -> Problem {
         let dims = Dims {
             batch: 1,
-            num_heads: 2,
-            num_kv_heads: 2,
+            num_heads: 1,
+            num_kv_heads: 1,
             seqlen_q,
             seqlen_k: 512,
             head_dim,
             head_dim_v: head_dim,
         };
-        let problem = Problem::dense(dims, dtype, &Options::new()).unwrap();
+        Problem::dense(dims, dtype, &Options::new()).unwrap()
+    }
+
+    fn products(dtype: DType, seqlen_q: usize, head_dim: usize, algorithm: Algorithm) -> String {
+        let problem = posed(dtype, seqlen_q, head_dim);
         Products::by(&problem, algorithm, false, false).to_string()
     }
 
@@ -254,16 +258,7 @@ mod tests {
             "mma.sync tf32 / 3"
         );
         assert_eq!(of(DType::F32, 1, 64, Algorithm::Fa2), "mma.sync tf32 / 3");
-        let dims = Dims {
-            batch: 1,
-            num_heads: 1,
-            num_kv_heads: 1,
-            seqlen_q: 512,
-            seqlen_k: 512,
-            head_dim: 128,
-            head_dim_v: 128,
-        };
-        let problem = Problem::dense(dims, DType::BF16, &Options::new()).unwrap();
+        let problem = posed(DType::BF16, 512, 128);
         let hopper = Products::by(&problem, Algorithm::Fa2, false, true);
         assert_eq!(hopper.to_string(), "wgmma bf16");
         let plain = Products::plain(Instruction::Fma, DType::F32);

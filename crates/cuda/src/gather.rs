@@ -110,8 +110,6 @@ pub(crate) struct Source<'a, T> {
     view: &'a TensorView<'a, T>,
     /// Pages and their size.
     table: Option<(&'a BlockTable<'a>, usize)>,
-    /// The bus can read it in place.
-    direct: bool,
 }
 
 impl<'a, T: Element> Source<'a, T> {
@@ -119,13 +117,12 @@ impl<'a, T: Element> Source<'a, T> {
         view: &'a TensorView<'a, T>,
         table: Option<(&'a BlockTable<'a>, usize)>,
     ) -> Source<'a, T> {
-        let mut source = Source {
-            view,
-            table,
-            direct: false,
-        };
-        source.direct = source.dense() && page_locked(view.data());
-        source
+        Source { view, table }
+    }
+
+    /// Whether the bus can read it in place.
+    fn direct(&self) -> bool {
+        self.dense() && page_locked(self.view.data())
     }
 
     fn width(&self) -> usize {
@@ -225,7 +222,7 @@ impl<'a, T: Element> Gatherers<'a, T> {
         bytes: usize,
         flight: usize,
     ) -> Result<Gatherers<'a, T>> {
-        let direct = tensors.iter().all(|source| source.direct);
+        let direct = tensors.iter().all(Source::direct);
         let threads = if direct {
             1
         } else {
@@ -233,12 +230,6 @@ impl<'a, T: Element> Gatherers<'a, T> {
                 .map_or(1, usize::from)
                 .min(bytes.div_ceil(PIECE))
                 .clamp(1, MOST_THREADS)
-        };
-        let event = || {
-            backend
-                .context()
-                .new_event(None)
-                .map_err(|e| driver("cuEventCreate", e))
         };
         let mut gatherers = Gatherers {
             backend,
@@ -249,7 +240,11 @@ impl<'a, T: Element> Gatherers<'a, T> {
             failed: Mutex::new(None),
         };
         for _ in 0..threads {
-            let events = |count| (0..count).map(|_| event()).collect::<Result<Vec<_>>>();
+            let events = |count| {
+                (0..count)
+                    .map(|_| backend.new_event())
+                    .collect::<Result<Vec<_>>>()
+            };
             let ring = if direct {
                 None
             } else {

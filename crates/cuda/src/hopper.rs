@@ -16,6 +16,13 @@ use crate::{decode, pack, sequences};
 /// Least driver that fills in tensor maps.
 const MAPS_DRIVER: i32 = 12_000;
 
+/// Whether this family's kernels can run on this device, and may.
+pub(crate) fn possible(backend: &CudaBackend) -> bool {
+    backend.compute() == hopper::COMPUTE
+        && backend.driver_version() >= MAPS_DRIVER
+        && !backend.portable()
+}
+
 /// The kernel that serves `spec` on this device, if it is this family's. A folder of kernels built ahead
 /// for earlier chips alone, or a compiler that knows no others, is no reason to refuse: `fa2.cu` serves
 /// then.
@@ -26,7 +33,7 @@ pub(crate) fn serves(
 ) -> Result<Option<(Variant, Tile)>> {
     let dims = problem.dims();
     let wide = pad(dims.head_dim.max(dims.head_dim_v)).is_none();
-    if wide || backend.portable() || backend.driver_version() < MAPS_DRIVER {
+    if wide || !possible(backend) {
         return Ok(None);
     }
     let lengths = problem.sequences().iter().map(|s| s.seqlen_q);

@@ -188,7 +188,7 @@ impl Stage {
         Ok(Stage {
             k: device_zeros(stream, "a chunk of keys", bytes[0])?,
             v: device_zeros(stream, "a chunk of values", bytes[1])?,
-            free: event(backend)?,
+            free: backend.new_event()?,
         })
     }
 
@@ -200,13 +200,6 @@ impl Stage {
             ptr
         })
     }
-}
-
-fn event(backend: &CudaBackend) -> Result<CudaEvent> {
-    backend
-        .context()
-        .new_event(None)
-        .map_err(|e| driver("cuEventCreate", e))
 }
 
 /// A unit whose rows are finished on the device and travel back.
@@ -398,7 +391,7 @@ fn finish<T: Element + DeviceRepr + ValidAsZeroBits>(
         let (sums, _lse) = lse.device_ptr_mut(compute);
         backend.finish_on(compute, &mut state, tensor(ptr, contiguous(shape)), sums)?;
     }
-    let done = event(backend)?;
+    let done = backend.new_event()?;
     done.record(compute)
         .map_err(|e| driver("cuEventRecord", e))?;
     Ok(Finished {
