@@ -14,13 +14,19 @@ pub(crate) fn normal<T: Element>(seed: u64, tensor: &str, count: usize) -> Resul
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     });
     let mut rng = Xoshiro256PlusPlus::seed_from_u64(seed ^ stream);
-    let mut values = Vec::new();
-    if values.try_reserve_exact(count).is_err() {
-        bail!("{tensor}: no memory for {count} elements");
-    }
+    let mut values = room(tensor, count)?;
     for _ in 0..count {
         let x: f32 = StandardNormal.sample(&mut rng);
         values.push(T::from_f64(f64::from(x)));
+    }
+    Ok(values)
+}
+
+/// An empty vector with room for the elements of a tensor.
+pub(crate) fn room<T>(tensor: &str, count: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    if values.try_reserve_exact(count).is_err() {
+        bail!("{tensor}: no memory for {count} elements");
     }
     Ok(values)
 }

@@ -6,6 +6,8 @@ use std::collections::btree_map::{BTreeMap, Entry};
 #[cfg(feature = "cuda")]
 use tilewise::cuda::ceilings::{self, Instruction};
 #[cfg(feature = "cuda")]
+use tilewise::cuda::kernels::hopper::COMPUTE;
+#[cfg(feature = "cuda")]
 use tilewise::cuda::{CudaBackend, backward::Sums, bench};
 use tilewise::{Algorithm, DType, Problem};
 
@@ -119,7 +121,7 @@ impl Devices {
         let mut products = vec![Products::plain(Instruction::Fma, DType::F32)];
         for instruction in [Instruction::Mma, Instruction::Wgmma] {
             // Last what takes most power, after which a device is slower for a while.
-            if instruction == Instruction::Mma || device.compute() == 90 {
+            if instruction == Instruction::Mma || device.compute() == COMPUTE {
                 let plain = |&dtype: &DType| Products::plain(instruction, dtype);
                 products.extend(made_of.iter().map(plain));
             }

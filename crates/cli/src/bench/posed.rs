@@ -145,20 +145,18 @@ impl Posed {
     /// Bias and mask on the host, if there are any.
     pub(super) fn extras<T: Element>(&self, seed: u64) -> Result<Extras<T>> {
         let [bias, mask] = self.full();
-        let mut live = Vec::new();
-        if self.mask {
+        let live = || {
             let count = random::count("mask", mask)?;
-            if live.try_reserve_exact(count).is_err() {
-                bail!("mask: no memory for {count} elements");
-            }
+            let mut live = random::room("mask", count)?;
             live.resize(count, 1);
-        }
+            anyhow::Ok(live)
+        };
         Ok(Extras {
+            mask: if self.mask { live()? } else { Vec::new() },
             bias: match self.bias {
                 true => random::normal(seed, "bias", random::count("bias", bias)?)?,
                 false => Vec::new(),
             },
-            mask: live,
         })
     }
 
