@@ -2,13 +2,16 @@
 
 use crate::error::{Error, Result};
 
+/// Bytes up to which memory counts as there.
+const LOOKED_FROM: u64 = 16 << 20;
+
 /// Whether this machine has memory and swap for `bytes`, used or not.
 ///
 /// A system that overcommits grants any size that its addresses can count, and ends the process at the
 /// touch of the last page there is. Where a system does not say what it has, it counts as having all.
 pub fn is_installed(bytes: u64) -> bool {
     // What every machine has is not worth a look.
-    bytes <= 1 << 28 || installed().is_none_or(|installed| bytes <= installed)
+    bytes <= LOOKED_FROM || installed().is_none_or(|installed| bytes <= installed)
 }
 
 /// Bytes of memory and swap, where Linux says so. Asked anew each time, for a machine may get more, and
@@ -33,6 +36,17 @@ fn total(table: &str) -> Option<u64> {
 /// [`Error::OutOfMemory`] if its size cannot be counted or had, before any of it is touched; `what`
 /// names the tensor there.
 pub fn allocate<T: Clone>(shape: &[usize], what: &str, fill: T) -> Result<Vec<T>> {
+    let mut memory = reserve(shape, what)?;
+    // The product that `reserve` has counted.
+    memory.resize(shape.iter().product(), fill);
+    Ok(memory)
+}
+
+/// An empty vector with room for a tensor of this shape, for what is written element after element.
+///
+/// # Errors
+/// As [`allocate`].
+pub fn reserve<T>(shape: &[usize], what: &str) -> Result<Vec<T>> {
     let len = shape
         .iter()
         .try_fold(1usize, |len, &size| len.checked_mul(size));
@@ -41,10 +55,7 @@ pub fn allocate<T: Clone>(shape: &[usize], what: &str, fill: T) -> Result<Vec<T>
     });
     let mut memory = Vec::new();
     match len {
-        Some(len) if is_installed(bytes) && memory.try_reserve_exact(len).is_ok() => {
-            memory.resize(len, fill);
-            Ok(memory)
-        }
+        Some(len) if is_installed(bytes) && memory.try_reserve_exact(len).is_ok() => Ok(memory),
         _ => Err(Error::OutOfMemory {
             backend: "host".into(),
             what: what.into(),
@@ -61,9 +72,12 @@ mod tests {
     fn sizes_that_cannot_be_had_are_refused_by_name() {
         assert_eq!(allocate(&[2, 3], "out", 1u8).unwrap(), [1; 6]);
         assert!(allocate(&[5, 0], "out", 0f32).unwrap().is_empty());
+        let room = reserve::<u8>(&[2, 3], "q").unwrap();
+        assert!(room.is_empty() && room.capacity() >= 6);
         for shape in [[usize::MAX, 2], [1 << 61, 1]] {
-            let error = allocate(&shape, "lse", 0f32).unwrap_err().to_string();
-            assert!(error.contains("lse"), "{error}");
+            let error = allocate(&shape, "lse", 0f32).unwrap_err();
+            assert!(error.to_string().contains("lse"), "{error}");
+            assert_eq!(error, reserve::<f32>(&shape, "lse").unwrap_err());
         }
     }
 
@@ -78,9 +92,9 @@ mod tests {
 
     #[test]
     fn more_than_the_machine_has_is_refused_untouched() {
-        assert!(is_installed(1 << 20));
+        assert!(is_installed(LOOKED_FROM));
         let Some(installed) = installed() else { return };
-        assert!(installed > 1 << 28, "{installed}");
+        assert!(installed > LOOKED_FROM, "{installed}");
         assert!(is_installed(installed) && !is_installed(installed + 1));
         // With overcommitment a system would grant it.
         let error = allocate(&[installed as usize / 8 + 1], "row maxima", 1f64).unwrap_err();

@@ -37,7 +37,7 @@ pub mod view;
 
 pub use algorithm::Algorithm;
 pub use alibi::alibi_slopes;
-pub use allocate::{allocate, is_installed};
+pub use allocate::{allocate, is_installed, reserve};
 pub use any::{AnyInputs, AnyTensor, AnyTensorMut};
 pub use backend::{AnyKeyBlock, Backend, BackendInfo, ForwardReport, RunningState};
 pub use backward::{
