@@ -43,10 +43,10 @@ pub(super) struct DeviceRates {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Pass {
     Forward,
-    /// With or without sums whose bits do not change from run to run.
-    Backward {
-        deterministic: bool,
-    },
+    /// On a GPU with sums in the order in which they come.
+    Backward,
+    /// With sums whose bits do not change from run to run.
+    BackwardInOrder,
 }
 
 /// The devices in use, each opened once: it keeps the kernels it has loaded.
@@ -77,7 +77,7 @@ impl Devices {
         pass: Pass,
     ) -> Option<Products> {
         let device = self.open(ordinal).ok()?;
-        let backward = matches!(pass, Pass::Backward { .. });
+        let backward = !matches!(pass, Pass::Forward);
         Some(Products::of(device, problem, algorithm, backward))
     }
 
@@ -166,15 +166,11 @@ impl Devices {
             },
             None => bench::Effort::default(),
         };
+        let backward = |sums| bench::time_backward(device, problem, algorithm, sums, effort);
         let timing = match pass {
             Pass::Forward => bench::time(device, problem, algorithm, effort),
-            Pass::Backward { deterministic } => {
-                let sums = match deterministic {
-                    true => Sums::Ordered,
-                    false => Sums::Atomic,
-                };
-                bench::time_backward(device, problem, algorithm, sums, effort)
-            }
+            Pass::Backward => backward(Sums::Atomic),
+            Pass::BackwardInOrder => backward(Sums::Ordered),
         }
         .map_err(say)?;
         Ok(Samples::from_ms(timing.samples_ms))

@@ -45,11 +45,10 @@ pub(super) fn shape<T: Element>(
         .iter()
         .map(|lane| Row::new(shape, args.posed.words(), lane, T::DTYPE, threads))
         .collect();
-    let pass = match args.backward {
-        true => Pass::Backward {
-            deterministic: args.deterministic,
-        },
-        false => Pass::Forward,
+    let pass = match (args.backward, args.deterministic) {
+        (false, _) => Pass::Forward,
+        (true, false) => Pass::Backward,
+        (true, true) => Pass::BackwardInOrder,
     };
     let mut host = Vec::new();
     let mut on_device = Vec::new();
