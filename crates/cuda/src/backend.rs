@@ -13,7 +13,7 @@ use tilewise_core::backend::check_outputs;
 use tilewise_core::{
     Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
     BackwardInputs, BackwardReport, BlockSizes, DType, Element, Error, ForwardReport, GradientsMut,
-    Inputs, Problem, Result, RunningState, TensorView, TensorViewMut, gather,
+    Inputs, Problem, Result, RunningState, TensorView, TensorViewMut, allocate, gather, reserve,
 };
 
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
@@ -32,6 +32,25 @@ const STANDARD_BUDGET: u64 = 8 << 30;
 
 /// The setting that asks for kernels that are made for no chip in particular.
 pub const PORTABLE_SETTING: &str = "TILEWISE_PORTABLE_KERNELS";
+
+/// Chips that have the instructions of the kernels that a call ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Chips {
+    /// All that this backend serves.
+    All,
+    /// Those of one compute capability.
+    One,
+}
+
+impl Chips {
+    /// As compilers name it: with an `a`, instructions of that chip alone.
+    pub(crate) fn isa(self, compute: i32) -> String {
+        match self {
+            Chips::All => format!("sm_{compute}"),
+            Chips::One => format!("sm_{compute}a"),
+        }
+    }
+}
 
 /// Where kernels come from, and which GPU to use.
 #[derive(Clone, Debug, Default)]
@@ -205,7 +224,7 @@ impl CudaBackend {
     }
 
     /// Whether a call on host tensors would take more device memory than it may.
-    fn streams(&self, problem: &Problem) -> bool {
+    pub(crate) fn streams(&self, problem: &Problem) -> bool {
         problem.bytes() > self.shared.budget as f64
     }
 
@@ -285,11 +304,12 @@ impl CudaBackend {
         algorithm: Algorithm,
         out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
-    ) -> Result<()> {
+    ) -> Result<Chips> {
         // Kernels and copies go up to where `problem` says: it must be the tensors'.
         problem.expect_posed(&Problem::new(inputs, problem.options())?)?;
         if self.streams(problem) {
-            return streamed::forward(self, problem, inputs, out, lse, self.streaming_budget());
+            streamed::forward(self, problem, inputs, out, lse, self.streaming_budget())?;
+            return Ok(Chips::All);
         }
         if problem.page_size().is_some() && !decode::reads_pages(problem, algorithm) {
             let gathered = gather(problem, inputs)?;
@@ -306,9 +326,10 @@ impl CudaBackend {
         algorithm: Algorithm,
         mut out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
-    ) -> Result<()> {
+    ) -> Result<Chips> {
         if decode::serves(problem, algorithm) {
-            return decode::forward_host(self, problem, inputs, out, lse);
+            decode::forward_host(self, problem, inputs, out, lse)?;
+            return Ok(Chips::All);
         }
         let dims = *problem.dims();
         self.on_stream(|stream| {
@@ -330,7 +351,7 @@ impl CudaBackend {
                 mask: mask.as_ref().map(Uploaded::mask).transpose()?,
                 keep_mask: keep_mask.as_ref().map(Uploaded::mask).transpose()?,
             };
-            ops::forward_with(
+            let chips = ops::run_forward(
                 self,
                 stream,
                 problem,
@@ -339,11 +360,11 @@ impl CudaBackend {
                 &mut DeviceViewMut::bhsd::<T, _>(&mut result, shape)?,
                 Some(&mut DeviceViewMut::bhsd::<f32, _>(&mut sums, [b, h, s, 1])?),
             )?;
-            download(stream, &result, &mut out)?;
+            download(stream, "out", &result, &mut out)?;
             if let Some(mut lse) = lse {
-                download(stream, &sums, &mut lse)?;
+                download(stream, "lse", &sums, &mut lse)?;
             }
-            Ok(())
+            Ok(chips)
         })
     }
 }
@@ -433,16 +454,16 @@ impl CudaBackend {
                 dbias: to_bias,
                 dsinks: to_sinks,
             } = gradients;
-            download(stream, &dq, &mut to_q)?;
-            download_keys(stream, &dk, shapes[1], &mut to_k)?;
-            download_keys(stream, &dv, shapes[2], &mut to_v)?;
+            download(stream, "dq", &dq, &mut to_q)?;
+            download_keys(stream, "dk", &dk, shapes[1], &mut to_k)?;
+            download_keys(stream, "dv", &dv, shapes[2], &mut to_v)?;
             if let (Some(memory), Some(mut to)) = (&dbias, to_bias) {
                 // Keys gathered from pages may be fewer than the bias has.
                 download_keys_of_bias(stream, memory, bias_shape, &mut to)?;
             }
             if let (Some(memory), Some(to)) = (&dsinks, to_sinks) {
                 let mut view = TensorViewMut::bhsd(to, sinks)?;
-                download(stream, memory, &mut view)?;
+                download(stream, "dsinks", memory, &mut view)?;
             }
             Ok(())
         })
@@ -453,6 +474,7 @@ impl CudaBackend {
 /// sequence uses get 0.
 fn download_keys<T: Element + DeviceRepr>(
     stream: &Arc<CudaStream>,
+    what: &str,
     memory: &CudaSlice<T>,
     shape: [usize; 4],
     view: &mut TensorViewMut<'_, T>,
@@ -467,7 +489,7 @@ fn download_keys<T: Element + DeviceRepr>(
     }
     let (strides, offset) = (view.strides(), view.offset());
     let mut used = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset)?;
-    download(stream, memory, &mut used)
+    download(stream, what, memory, &mut used)
 }
 
 /// [`download`] into a dbias that may have more keys than `shape` says: those get 0.
@@ -478,12 +500,19 @@ fn download_keys_of_bias<T: Element + DeviceRepr>(
     view: &mut TensorViewMut<'_, T>,
 ) -> Result<()> {
     if view.shape() == shape {
-        return download(stream, memory, view);
+        return download(stream, "dbias", memory, view);
     }
     view.fill(T::default());
     let (strides, offset) = (view.strides(), view.offset());
     let mut used = TensorViewMut::from_strides(view.data_mut(), shape, strides, offset)?;
-    download(stream, memory, &mut used)
+    download(stream, "dbias", memory, &mut used)
+}
+
+/// Makes `context` the thread's. cudarc's own way passes a failure on that some drop left for it to report,
+/// with another context still current: a drop, which has nobody to tell, would then free nothing.
+pub(crate) fn make_current(context: &CudaContext) {
+    // SAFETY: a live context. A failure is a lost one, which the next call reports.
+    let _ = unsafe { result::ctx::set_current(context.cu_ctx()) };
 }
 
 /// Waits until all that is queued on `stream` has passed. cudarc's own wait may return at once, with a
@@ -555,7 +584,7 @@ impl<T: Copy + Default + DeviceRepr> Uploaded<T> {
             });
         }
         // Scattered over much more memory than it has elements: those alone travel.
-        let mut packed = Vec::with_capacity(len);
+        let mut packed = reserve(&shape, name)?;
         for b in 0..shape[0] {
             for h in 0..shape[1] {
                 for s in 0..shape[2] {
@@ -605,9 +634,39 @@ pub(crate) fn upload<T: DeviceRepr>(
         .map_err(|e| allocation(name, size_of_val(data) as u64, e))
 }
 
+/// The first `len` elements of device memory, which have arrived when this returns.
+pub(crate) fn fetch<T: Copy + Default + DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    what: &str,
+    memory: &CudaSlice<T>,
+    len: usize,
+) -> Result<Vec<T>> {
+    let mut host = allocate(&[len], what, T::default())?;
+    fetch_into(stream, what, memory, &mut host)?;
+    Ok(host)
+}
+
+/// As many elements as `target` has.
+fn fetch_into<T: DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    what: &str,
+    memory: &CudaSlice<T>,
+    target: &mut [T],
+) -> Result<()> {
+    if target.is_empty() {
+        return Ok(());
+    }
+    let copied = stream.memcpy_dtoh(&memory.slice(..target.len()), target);
+    // Also after an error: the target is borrowed only for this call.
+    let passed = wait_for(stream);
+    copied.map_err(|e| driver(&format!("copying {what} to the host"), e))?;
+    passed
+}
+
 /// Copies a contiguous device tensor into a host view of any strides.
 pub(crate) fn download<T: Copy + Default + DeviceRepr>(
     stream: &Arc<CudaStream>,
+    what: &str,
     memory: &CudaSlice<T>,
     view: &mut TensorViewMut<'_, T>,
 ) -> Result<()> {
@@ -616,25 +675,17 @@ pub(crate) fn download<T: Copy + Default + DeviceRepr>(
     }
     let shape = view.shape();
     let len: usize = shape.iter().product();
-    let copy = |target: &mut [T]| {
-        stream
-            .memcpy_dtoh(&memory.slice(..len), target)
-            .map_err(|e| driver("copying the result", e))
-    };
     let dense = crate::view::contiguous(shape);
     if (0..4).all(|axis| shape[axis] <= 1 || view.strides()[axis] == dense[axis]) {
         let offset = view.offset();
-        copy(&mut view.data_mut()[offset..offset + len])?;
-        // The target is borrowed only for this call.
-        return stream
-            .synchronize()
-            .map_err(|e| driver("cuStreamSynchronize", e));
+        return fetch_into(
+            stream,
+            what,
+            memory,
+            &mut view.data_mut()[offset..offset + len],
+        );
     }
-    let mut whole = vec![T::default(); len];
-    copy(&mut whole)?;
-    stream
-        .synchronize()
-        .map_err(|e| driver("cuStreamSynchronize", e))?;
+    let whole = fetch(stream, what, memory, len)?;
     let mut rows = whole.chunks_exact(shape[3]);
     for b in 0..shape[0] {
         for h in 0..shape[1] {
@@ -737,24 +788,21 @@ impl Backend for CudaBackend {
         check_outputs(problem, &out, lse.as_ref())?;
         self.supports(problem, algorithm)?;
         let dtype = out.dtype();
-        match (inputs, out) {
+        let chips = match (inputs, out) {
             (AnyInputs::F32(inputs), AnyTensorMut::F32(out)) => {
-                self.forward_typed::<f32>(problem, inputs, algorithm, out, lse)?;
+                self.forward_typed::<f32>(problem, inputs, algorithm, out, lse)?
             }
             (AnyInputs::F16(inputs), AnyTensorMut::F16(out)) => {
-                self.forward_typed::<f16>(problem, inputs, algorithm, out, lse)?;
+                self.forward_typed::<f16>(problem, inputs, algorithm, out, lse)?
             }
             (AnyInputs::BF16(inputs), AnyTensorMut::BF16(out)) => {
-                self.forward_typed::<bf16>(problem, inputs, algorithm, out, lse)?;
+                self.forward_typed::<bf16>(problem, inputs, algorithm, out, lse)?
             }
             _ => return Err(wrong_dtype("q", problem.dtype(), dtype)),
-        }
-        let own =
-            !self.streams(problem) && crate::hopper::tile_of(self, problem, algorithm).is_some();
+        };
         Ok(ForwardReport {
             algorithm: algorithm.resolve(),
-            // As compilers name it: with an `a`, instructions of that chip alone.
-            isa: format!("sm_{}{}", self.shared.compute, if own { "a" } else { "" }),
+            isa: chips.isa(self.shared.compute),
         })
     }
 
@@ -791,7 +839,7 @@ impl Backend for CudaBackend {
         }
         Ok(BackwardReport {
             algorithm: algorithm.resolve(),
-            isa: format!("sm_{}", self.shared.compute),
+            isa: Chips::All.isa(self.shared.compute),
         })
     }
 

@@ -14,7 +14,7 @@ use tilewise_core::{
     Algorithm, Alignment, DType, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut,
 };
 
-use crate::backend::{CudaBackend, Uploaded, device_zeros, download, upload};
+use crate::backend::{CudaBackend, Uploaded, device_zeros, download, make_current, upload};
 use crate::error::{allocation, driver, unsupported};
 use crate::kernels::decode::{Pair, chunk_keys, variants};
 use crate::kernels::{Mask, Score, Spec, pad};
@@ -166,9 +166,9 @@ struct Room {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        // A failure here is a lost context, which the next call reports.
-        let _ = self.stream.context().bind_to_thread();
-        // SAFETY: allocated on this stream, and freed in its order.
+        make_current(self.stream.context());
+        // SAFETY: allocated on this stream, and freed in its order. A failure is a lost context, which the
+        // next call reports.
         let _ = unsafe { result::free_async(self.ptr, self.stream.cu_stream()) };
     }
 }
@@ -678,9 +678,9 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
                 },
             )?;
         }
-        download(stream, &result, &mut out)?;
+        download(stream, "out", &result, &mut out)?;
         if let Some(mut lse) = lse {
-            download(stream, &sums, &mut lse)?;
+            download(stream, "lse", &sums, &mut lse)?;
         }
         Ok(())
     })

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{self, CUdeviceptr, CUpointer_attribute};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 use tilewise_core::{BlockTable, Element, Error, Result, Sequence, TensorView};
 
-use crate::backend::{CudaBackend, wait_for};
+use crate::backend::{CudaBackend, make_current, wait_for};
 use crate::error::{allocation, driver};
 
 /// Bytes of a piece: eight threads with two of these each keep the bus of an H200's host at 93 % of its
@@ -52,7 +52,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let _ = self.context.bind_to_thread();
+        make_current(&self.context);
         // SAFETY: allocated by `new`; whoever drops it has waited for the copies from it. A failure is
         // a lost context, which the next call reports.
         let _ = unsafe { result::free_host(self.ptr.cast()) };
@@ -81,28 +81,22 @@ impl Rings {
 
 /// Whether all of `data` is page-locked memory that the driver knows.
 fn page_locked<T>(data: &[T]) -> bool {
-    let bytes = size_of_val(data);
-    let (mut start, mut size) = (0 as CUdeviceptr, 0usize);
+    let bytes = size_of_val(data) as u64;
     let at = data.as_ptr() as CUdeviceptr;
-    // SAFETY: each attribute has the type that the driver documents for it; memory it does not know is an
-    // error that it returns.
-    let asked = unsafe {
-        sys::cuPointerGetAttribute(
-            (&raw mut start).cast::<c_void>(),
-            CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-            at,
-        )
-        .result()
-        .and_then(|()| {
-            sys::cuPointerGetAttribute(
-                (&raw mut size).cast::<c_void>(),
-                CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
-                at,
-            )
-            .result()
-        })
-    };
-    bytes > 0 && asked.is_ok() && start <= at && at - start + bytes as u64 <= size as u64
+    let (mut start, mut size) = (0 as CUdeviceptr, 0usize);
+    let mut asked = [
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+        CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+    ];
+    let mut answers: [*mut c_void; 2] = [(&raw mut start).cast(), (&raw mut size).cast()];
+    // SAFETY: two attributes, and for each a place of the type that the driver documents for it. Of memory
+    // that it does not know the driver says a size of 0.
+    let answered =
+        unsafe { sys::cuPointerGetAttributes(2, asked.as_mut_ptr(), answers.as_mut_ptr(), at) };
+    let begun = at.checked_sub(start);
+    answered.result().is_ok()
+        && bytes > 0
+        && begun.is_some_and(|begun| begun.saturating_add(bytes) <= size as u64)
 }
 
 /// Rows of one of the caller's tensors, by sequence, head and key.

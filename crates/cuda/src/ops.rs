@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _};
 use tilewise_core::{Algorithm, DType, Dropout, Error, Problem, Result, Sequence};
 
-use crate::backend::CudaBackend;
+use crate::backend::{Chips, CudaBackend};
 use crate::decode::{self, Placed};
 use crate::error::{allocation, driver, unsupported};
 use crate::hopper;
@@ -375,6 +375,19 @@ pub fn forward_with(
     out: &mut DeviceViewMut<'_>,
     lse: Option<&mut DeviceViewMut<'_>>,
 ) -> Result<()> {
+    run_forward(backend, stream, problem, algorithm, inputs, out, lse).map(|_| ())
+}
+
+/// [`forward_with`], and what its kernels are made for.
+pub(crate) fn run_forward(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    algorithm: Algorithm,
+    inputs: &DeviceInputs<'_>,
+    out: &mut DeviceViewMut<'_>,
+    lse: Option<&mut DeviceViewMut<'_>>,
+) -> Result<Chips> {
     supports(problem, algorithm)?;
     let dims = problem.dims();
     if problem.page_size().is_some() {
@@ -389,7 +402,7 @@ pub fn forward_with(
         check_lse(problem, lse)?;
     }
     if dims.batch * dims.num_heads * dims.seqlen_q == 0 {
-        return Ok(());
+        return Ok(Chips::All);
     }
     backend.bind()?;
     let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
@@ -416,7 +429,8 @@ pub fn forward_with(
             lse: lse.map_or(0, |lse| lse.ptr),
             ..Placed::default()
         };
-        return decode::run(backend, stream, problem, &placed);
+        decode::run(backend, stream, problem, &placed)?;
+        return Ok(Chips::All);
     }
     let Plan { mut args, mut spec } = plan(problem, 0, dims.seqlen_k)?;
     let mut guards = Vec::with_capacity(8);
@@ -491,8 +505,10 @@ pub fn forward_with(
     }
     spec.mask = sequences::mask(problem);
     let result = match algorithm.resolve() {
-        Algorithm::Standard => run_standard(backend, stream, problem, args, &spec),
-        Algorithm::Fa1 => run_fa1(backend, stream, problem, args, &spec),
+        Algorithm::Standard => {
+            run_standard(backend, stream, problem, args, &spec).map(|()| Chips::All)
+        }
+        Algorithm::Fa1 => run_fa1(backend, stream, problem, args, &spec).map(|()| Chips::All),
         _ => run_fa2_forward(backend, stream, problem, args, &spec),
     };
     drop((anew, per_head));
@@ -552,7 +568,7 @@ fn run_fa2_forward(
     problem: &Problem,
     mut args: Args,
     spec: &Spec,
-) -> Result<()> {
+) -> Result<Chips> {
     let dims = problem.dims();
     let limit = backend.shared_limit();
     let wide = pad(dims.head_dim.max(dims.head_dim_v)).is_none();
@@ -566,12 +582,13 @@ fn run_fa2_forward(
     spec.sequences = sequences::needed(problem);
     let hopper = hopper::serves(backend, problem, &spec)?;
     if let Some(kernel) = hopper.as_ref().filter(|_| !spec.sequences) {
-        return hopper::run_dense(backend, stream, problem, args, &spec, kernel);
+        hopper::run_dense(backend, stream, problem, args, &spec, kernel)?;
+        return Ok(Chips::One);
     }
     if !wide && !spec.sequences {
         run_fa2(backend, stream, problem, args, &spec, false)?;
         drop(pairs);
-        return Ok(());
+        return Ok(Chips::All);
     }
     let tile = fa2_wide::tile(spec.dtype, dims.head_dim_v);
     let rows = if let Some((_, tile)) = &hopper {
@@ -584,7 +601,7 @@ fn run_fa2_forward(
     let table = if spec.sequences {
         let own = |sequence: &Sequence| !decode::takes(problem, sequence);
         let Some(table) = OnDevice::new(stream, problem, rows as usize, own)? else {
-            return Ok(());
+            return Ok(Chips::All);
         };
         table.place(stream, &mut args)?;
         args.pairs = args.heads;
@@ -603,7 +620,7 @@ fn run_fa2_forward(
     if let Some(kernel) = &hopper {
         hopper::run(backend, stream, problem, args, &spec, kernel)?;
         drop(table);
-        return Ok(());
+        return Ok(Chips::One);
     }
     let (variant, columns) = if wide {
         let columns = dims.head_dim_v.div_ceil(tile.columns as usize).max(1) as u64;
@@ -614,7 +631,7 @@ fn run_fa2_forward(
     let variant = variant.ok_or_else(|| missing(&spec))?;
     launch(backend, stream, &variant, (blocks, columns), &args)?;
     drop((table, pairs));
-    Ok(())
+    Ok(Chips::All)
 }
 
 pub(crate) fn run_fa2(

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use cudarc::driver::{CudaContext, sys};
 use tilewise_core::Result;
 
-use crate::backend::CudaBackend;
+use crate::backend::{CudaBackend, make_current};
 use crate::error::{allocation, driver};
 
 /// Held by calls that may read page-locked memory in place, and by the end of a lock alone: the borrow of a
@@ -80,7 +80,7 @@ impl<T> Drop for PageLocked<'_, T> {
     fn drop(&mut self) {
         if size_of_val(self.data) > 0 {
             let _none = IN_PLACE.write().unwrap_or_else(PoisonError::into_inner);
-            let _ = self.context.bind_to_thread();
+            make_current(&self.context);
             // SAFETY: locked by `new`; no call reads it in place now. A failure is a lost context, which
             // the next call reports.
             let _ = unsafe { sys::cuMemHostUnregister(self.data.as_ptr() as *mut c_void) }.result();

@@ -7,15 +7,19 @@ use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
     Algorithm, AnyKeyBlock, AnyTensor, AnyTensorMut, DType, Element, Error, HostState, KeyBlock,
-    OnlineSoftmax, Problem, Result, RunningState, TensorView, TensorViewMut,
+    OnlineSoftmax, Problem, Result, RunningState, TensorView, TensorViewMut, reserve,
 };
 
-use crate::backend::{CudaBackend, Uploaded, device_zeros, download, wrong_dtype};
+use crate::backend::{CudaBackend, Uploaded, device_zeros, download, fetch, wait_for, wrong_dtype};
 use crate::error::{driver, unsupported};
 use crate::kernels::Score;
 use crate::ops::{self, Plan, run_fa2, run_state, supports_tiled};
 use crate::raw::{self, Args};
 use crate::view::{DeviceView, aligned};
+
+const ROW_MAXIMA: &str = "the state's m";
+const DENOMINATORS: &str = "the state's l";
+const ACCUMULATOR: &str = "the state's accumulator";
 
 /// (m, ℓ, Õ) of a problem's rows in device memory: f32 `[batch, num_heads, seqlen_q]` twice and
 /// `[batch, num_heads, seqlen_q, head_dim]`, m in natural-log units of the final score.
@@ -90,13 +94,9 @@ fn allocate(stream: &Arc<CudaStream>, problem: &Problem) -> Result<CudaState> {
     let rows: usize = problem.dims().lse_shape().iter().product();
     Ok(CudaState {
         problem: problem.clone(),
-        m: device_zeros(stream, "the state's m", rows)?,
-        l: device_zeros(stream, "the state's l", rows)?,
-        acc: device_zeros(
-            stream,
-            "the state's accumulator",
-            rows * problem.dims().head_dim_v,
-        )?,
+        m: device_zeros(stream, ROW_MAXIMA, rows)?,
+        l: device_zeros(stream, DENOMINATORS, rows)?,
+        acc: device_zeros(stream, ACCUMULATOR, rows * problem.dims().head_dim_v)?,
     })
 }
 
@@ -226,21 +226,18 @@ impl CudaBackend {
         self.bind()?;
         let dims = state.problem.dims();
         let rows = state.rows() as usize;
-        let fetch = |memory: &CudaSlice<f32>, len: usize| -> Result<Vec<f64>> {
-            let host = stream
-                .clone_dtoh(memory)
-                .map_err(|e| driver("copying a state", e))?;
-            stream
-                .synchronize()
-                .map_err(|e| driver("cuStreamSynchronize", e))?;
-            Ok(host[..len].iter().map(|&x| f64::from(x)).collect())
+        let wide = |what: &str, memory: &CudaSlice<f32>, len: usize| -> Result<Vec<f64>> {
+            let single = fetch(stream, what, memory, len)?;
+            let mut double = reserve(&[len], what)?;
+            double.extend(single.into_iter().map(f64::from));
+            Ok(double)
         };
         Ok(HostState {
             shape: dims.lse_shape(),
             head_dim_v: dims.head_dim_v,
-            m: fetch(&state.m, rows)?,
-            l: fetch(&state.l, rows)?,
-            acc: fetch(&state.acc, rows * dims.head_dim_v)?,
+            m: wide(ROW_MAXIMA, &state.m, rows)?,
+            l: wide(DENOMINATORS, &state.l, rows)?,
+            acc: wide(ACCUMULATOR, &state.acc, rows * dims.head_dim_v)?,
         })
     }
 
@@ -258,23 +255,21 @@ impl CudaBackend {
         host.check(problem)?;
         self.bind()?;
         let mut state = allocate(stream, problem)?;
-        for (memory, values) in [
-            (&mut state.m, &host.m),
-            (&mut state.l, &host.l),
-            (&mut state.acc, &host.acc),
+        for (what, memory, values) in [
+            (ROW_MAXIMA, &mut state.m, &host.m),
+            (DENOMINATORS, &mut state.l, &host.l),
+            (ACCUMULATOR, &mut state.acc, &host.acc),
         ] {
             if values.is_empty() {
                 continue;
             }
-            let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
-            let len = values.len();
-            stream
-                .memcpy_htod(&values, &mut memory.slice_mut(..len))
-                .map_err(|e| driver("copying a state", e))?;
-            // The host values live only to the end of this turn.
-            stream
-                .synchronize()
-                .map_err(|e| driver("cuStreamSynchronize", e))?;
+            let mut single = reserve(&[values.len()], what)?;
+            single.extend(values.iter().map(|&x| x as f32));
+            let copied = stream.memcpy_htod(&single, &mut memory.slice_mut(..single.len()));
+            // Also after an error: the host values live only to the end of this turn.
+            let passed = wait_for(stream);
+            copied.map_err(|e| driver(&format!("copying {what}"), e))?;
+            passed?;
         }
         Ok(state)
     }
@@ -342,9 +337,9 @@ impl CudaBackend {
                 let o = crate::view::tensor(ptr, crate::view::contiguous(dims.out_shape()));
                 self.finish_on(stream, &mut state, o, sum)?;
             }
-            download(stream, &result, &mut out)?;
+            download(stream, "out", &result, &mut out)?;
             if let Some(mut lse) = lse {
-                download(stream, &sums, &mut lse)?;
+                download(stream, "lse", &sums, &mut lse)?;
             }
             Ok(())
         })

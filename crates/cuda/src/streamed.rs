@@ -13,9 +13,11 @@ use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{
     CudaEvent, CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits,
 };
-use tilewise_core::{Dims, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut};
+use tilewise_core::{
+    Dims, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut, reserve,
+};
 
-use crate::backend::{CudaBackend, device_zeros};
+use crate::backend::{CudaBackend, device_zeros, fetch};
 use crate::error::{allocation, driver, unsupported};
 use crate::gather::{Chunk, Gatherers, Source, Turns};
 use crate::state::{CudaState, DeviceBlock, stateless};
@@ -311,7 +313,7 @@ impl<T: Element + DeviceRepr + ValidAsZeroBits> Rows<'_, '_, '_, '_, T> {
             let unit = &self.units[job.unit];
             turns.next(compute)?;
             if job.first {
-                let q = rows_of(self.inputs, unit);
+                let q = rows_of(self.inputs, unit)?;
                 let q = compute
                     .clone_htod(&q)
                     .map_err(|e| allocation("q", (q.len() * size_of::<T>()) as u64, e))?;
@@ -344,7 +346,7 @@ impl<T: Element + DeviceRepr + ValidAsZeroBits> Rows<'_, '_, '_, '_, T> {
                 .map_err(|e| driver("cuEventRecord", e))?;
             // While this chunk is under way: the rows of the unit before it.
             if let Some(done) = finished.take() {
-                fetch(back, &done, self.units, self.out, self.lse)?;
+                bring(back, &done, self.units, self.out, self.lse)?;
             }
             if job.last
                 && let Some((state, _q)) = state.take()
@@ -353,17 +355,20 @@ impl<T: Element + DeviceRepr + ValidAsZeroBits> Rows<'_, '_, '_, '_, T> {
             }
         }
         match finished {
-            Some(done) => fetch(back, &done, self.units, self.out, self.lse),
+            Some(done) => bring(back, &done, self.units, self.out, self.lse),
             None => Ok(()),
         }
     }
 }
 
 /// q of a unit, row after row.
-fn rows_of<T: Element>(inputs: &Inputs<'_, T>, unit: &Unit<'_>) -> Vec<T> {
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if the host has no room for them.
+fn rows_of<T: Element>(inputs: &Inputs<'_, T>, unit: &Unit<'_>) -> Result<Vec<T>> {
     let dims = unit.problem.dims();
     let first = unit.heads.start * dims.group();
-    let mut rows = Vec::with_capacity(dims.num_heads * dims.seqlen_q * dims.head_dim);
+    let mut rows = reserve(&[dims.num_heads, dims.seqlen_q, dims.head_dim], "rows of q")?;
     for head in first..first + dims.num_heads {
         for i in 0..dims.seqlen_q {
             let (batch, at) = (unit.sequence.q_batch, unit.sequence.q_start + i);
@@ -373,7 +378,7 @@ fn rows_of<T: Element>(inputs: &Inputs<'_, T>, unit: &Unit<'_>) -> Vec<T> {
             }
         }
     }
-    rows
+    Ok(rows)
 }
 
 fn finish<T: Element + DeviceRepr + ValidAsZeroBits>(
@@ -403,7 +408,7 @@ fn finish<T: Element + DeviceRepr + ValidAsZeroBits>(
 }
 
 /// Brings the rows of a finished unit back.
-fn fetch<T: Element + DeviceRepr>(
+fn bring<T: Element + DeviceRepr>(
     back: &Arc<CudaStream>,
     done: &Finished<T>,
     units: &[Unit<'_>],
@@ -414,14 +419,12 @@ fn fetch<T: Element + DeviceRepr>(
     let dims = unit.problem.dims();
     back.wait(&done.done)
         .map_err(|e| driver("cuStreamWaitEvent", e))?;
-    let rows = back
-        .clone_dtoh(&done.out)
-        .map_err(|e| driver("copying the result", e))?;
-    let sums = back
-        .clone_dtoh(&done.lse)
-        .map_err(|e| driver("copying the result", e))?;
-    back.synchronize()
-        .map_err(|e| driver("cuStreamSynchronize", e))?;
+    let count = dims.lse_shape().iter().product::<usize>();
+    let rows = fetch(back, "rows of out", &done.out, count * dims.head_dim_v)?;
+    let sums = match lse {
+        Some(_) => fetch(back, "rows of lse", &done.lse, count)?,
+        None => Vec::new(),
+    };
     let first = unit.heads.start * dims.group();
     for head in 0..dims.num_heads {
         for i in 0..dims.seqlen_q {
@@ -440,7 +443,8 @@ fn fetch<T: Element + DeviceRepr>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tilewise_core::{DType, Options};
+    use half::bf16;
+    use tilewise_core::{DType, Options, TensorView};
 
     fn dims(batch: usize, seqlen_q: usize, seqlen_k: usize) -> Dims {
         Dims {
@@ -503,5 +507,32 @@ mod tests {
                     .all(|pair| pair[0].keys.end == pair[1].keys.start)
             );
         }
+    }
+
+    /// One row of memory, broadcast to more rows than any host could hold.
+    #[test]
+    fn rows_that_the_host_cannot_hold_are_an_error() {
+        let own = dims(1, 1 << 36, 16);
+        let (row, keys) = ([bf16::ONE; 128], [bf16::ONE; 4 * 16 * 128]);
+        let q = TensorView::from_strides(&row, [1, 8, 1 << 36, 128], [0, 0, 0, 1], 0).unwrap();
+        let k = TensorView::bhsd(&keys, [1, 4, 16, 128]).unwrap();
+        let inputs = Inputs::new(q, k, k);
+        let problem = Problem::new(&inputs, &Options::new()).unwrap();
+        let unit = Unit {
+            sequence: &problem.sequences()[0],
+            heads: 0..4,
+            problem: problem.clone(),
+            cut: Cut {
+                keys: 128,
+                heads: 4,
+            },
+        };
+        match rows_of(&inputs, &unit) {
+            Err(Error::OutOfMemory { what, bytes, .. }) => {
+                assert_eq!((what.as_str(), bytes), ("rows of q", 8 << 44));
+            }
+            other => panic!("{:?}", other.map(|rows| rows.len())),
+        }
+        assert_eq!(own, *problem.dims());
     }
 }

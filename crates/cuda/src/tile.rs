@@ -6,30 +6,46 @@ use crate::backend::CudaBackend;
 use crate::kernels::{fa1, fa2, standard};
 use crate::{hopper, ops};
 
-/// As [`of`], on the device of `backend`.
+/// Rows and keys a tile on the device of `backend`.
 pub(crate) fn on(
     backend: &CudaBackend,
     problem: &Problem,
     algorithm: Algorithm,
 ) -> Option<BlockSizes> {
+    let limit = backend.shared_limit();
+    if backend.streams(problem) {
+        return streamed(problem, algorithm, limit);
+    }
     match hopper::tile_of(backend, problem, algorithm) {
-        Some(tile) => BlockSizes::new(tile.rows() as usize, tile.keys as usize).ok(),
-        None => of(problem, algorithm, backend.shared_limit()),
+        Some(tile) => sizes((tile.rows(), tile.keys)),
+        None => of(problem, algorithm, limit),
     }
 }
 
-/// Rows and keys a tile, within `limit` bytes of shared memory; of `standard`, the tile of S.
+/// Within `limit` bytes of shared memory; of `standard`, the tile of S.
 pub(crate) fn of(problem: &Problem, algorithm: Algorithm, limit: u32) -> Option<BlockSizes> {
     let mut spec = ops::plan(problem, 0, problem.dims().seqlen_k).ok()?.spec;
     spec.pairs = ops::splits(problem, algorithm.resolve());
-    let (rows, keys) = match algorithm.resolve() {
+    sizes(match algorithm.resolve() {
         Algorithm::Standard => {
             let tile = standard::scores_tile(&spec, limit)?;
             (tile.rows, tile.columns)
         }
         Algorithm::Fa1 => fa1::tile_of(&spec, limit)?,
         _ => fa2::tile_of(&spec, limit)?,
-    };
+    })
+}
+
+/// Of a running state, which `fa2.cu` keeps whatever the chip, while keys are streamed from the host.
+fn streamed(problem: &Problem, algorithm: Algorithm, limit: u32) -> Option<BlockSizes> {
+    if algorithm.resolve() != Algorithm::Fa2 {
+        return None;
+    }
+    let spec = ops::plan(problem, 0, problem.dims().seqlen_k).ok()?.spec;
+    sizes(fa2::tile_of(&spec, limit)?)
+}
+
+fn sizes((rows, keys): (u32, u32)) -> Option<BlockSizes> {
     BlockSizes::new(rows as usize, keys as usize).ok()
 }
 
@@ -39,9 +55,7 @@ mod tests {
 
     use super::*;
 
-    /// The published cut of FA1, and FA2's list.
-    #[test]
-    fn tiles_are_those_of_the_kernels() {
+    fn problem(dtype: DType) -> Problem {
         let dims = Dims {
             batch: 1,
             num_heads: 1,
@@ -51,7 +65,13 @@ mod tests {
             head_dim: 64,
             head_dim_v: 64,
         };
-        let problem = Problem::dense(dims, DType::BF16, &Options::new()).unwrap();
+        Problem::dense(dims, dtype, &Options::new()).unwrap()
+    }
+
+    /// The published cut of FA1, and FA2's list.
+    #[test]
+    fn tiles_are_those_of_the_kernels() {
+        let problem = problem(DType::BF16);
         let tile = |algorithm| {
             let sizes = of(&problem, algorithm, 227 << 10).unwrap();
             (sizes.rows(), sizes.keys())
@@ -59,5 +79,20 @@ mod tests {
         assert_eq!(tile(Algorithm::Fa1), (16, 256));
         assert_eq!(tile(Algorithm::Fa2).0 % 16, 0);
         assert!(tile(Algorithm::Standard).1 >= 32);
+    }
+    /// A running state takes f32 as it is, where a call on device memory takes it apart.
+    #[test]
+    fn streamed_tiles_are_those_of_the_running_state() {
+        let limit = 227 << 10;
+        let half = problem(DType::BF16);
+        let tile = streamed(&half, Algorithm::Fa2, limit);
+        assert_eq!(tile, of(&half, Algorithm::Fa2, limit));
+        let single = problem(DType::F32);
+        let spec = ops::plan(&single, 0, 512).unwrap().spec;
+        assert!(!spec.pairs && ops::splits(&single, Algorithm::Fa2));
+        let tile = streamed(&single, Algorithm::Fa2, limit).unwrap();
+        let kernel = fa2::tile_of(&spec, limit).unwrap();
+        assert_eq!((tile.rows() as u32, tile.keys() as u32), kernel);
+        assert_eq!(streamed(&single, Algorithm::Fa1, limit), None);
     }
 }
