@@ -1,7 +1,7 @@
-//! What a call costs beside the kernels, on a GPU host: `overhead [--json]`.
+//! What a call costs beside the kernels, on a GPU host: `overhead [--json FILE]`.
 //!
 //! For a few small problems whose tensors lie on the device: host time until the call returns, time
-//! from the call to the result, and time of a replay of the captured call.
+//! from the call to the result, and time of a replay of the captured call. FILE gets what the table shows.
 
 use std::time::Instant;
 
@@ -21,7 +21,11 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let json = std::env::args().nth(1).as_deref() == Some("--json");
+    let file = match std::env::args().collect::<Vec<_>>().as_slice() {
+        [_] => None,
+        [_, flag, file] if flag == "--json" => Some(file.clone()),
+        _ => return Err("usage: overhead [--json FILE]".into()),
+    };
     let backend = CudaBackend::new(0)?;
     let stream = backend.context().new_stream()?;
     let dims = |num_heads, num_kv_heads, seqlen_q, seqlen_k| Dims {
@@ -132,7 +136,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         rows.push((name, median(host), median(latency), median(replay)));
     }
-    if json {
+    println!(
+        "{:<20} {:>10} {:>12} {:>11}",
+        "µs", "host", "to result", "replayed"
+    );
+    for (name, host, latency, replay) in &rows {
+        println!("{name:<20} {host:>10.2} {latency:>12.2} {replay:>11.2}");
+    }
+    if let Some(file) = file {
         let rows: Vec<_> = rows
             .iter()
             .map(|(name, host, latency, replay)| {
@@ -141,15 +152,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 })
             })
             .collect();
-        println!("{}", serde_json::to_string_pretty(&rows)?);
-    } else {
-        println!(
-            "{:<20} {:>10} {:>12} {:>11}",
-            "µs", "host", "to result", "replayed"
-        );
-        for (name, host, latency, replay) in rows {
-            println!("{name:<20} {host:>10.2} {latency:>12.2} {replay:>11.2}");
-        }
+        std::fs::write(file, serde_json::to_string_pretty(&rows)? + "\n")?;
     }
     Ok(())
 }

@@ -21,6 +21,7 @@ pub(crate) fn possible(backend: &CudaBackend) -> bool {
     backend.compute() == hopper::COMPUTE
         && backend.driver_version() >= MAPS_DRIVER
         && !backend.portable()
+        && backend.modules().has_native()
 }
 
 /// The kernel that serves `spec` on this device, if it is this family's. A folder of kernels built ahead
@@ -42,14 +43,8 @@ pub(crate) fn serves(
     else {
         return Ok(None);
     };
-    match backend.modules().get(&kernel.0) {
-        Ok(_) => Ok(Some(kernel)),
-        Err(Error::Unavailable { reason, .. }) => {
-            tracing::debug!(reason, "fa2.cu serves instead");
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
+    let found = backend.modules().serves(&kernel.0)?;
+    Ok(found.then_some(kernel))
 }
 
 /// The tile of this family's kernel, if that is what a call of `algorithm` on device memory runs.

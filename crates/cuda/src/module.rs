@@ -1,6 +1,6 @@
 //! The checked level's store of loaded kernels: each variant is found or compiled once per context.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
@@ -13,7 +13,7 @@ use crate::NAME;
 use crate::cache::Store;
 use crate::error::{driver, unavailable};
 use crate::kernels::Variant;
-use crate::nvrtc::Nvrtc;
+use crate::nvrtc::{Nvrtc, native};
 
 /// Loaded kernels of one context.
 #[derive(Debug)]
@@ -25,18 +25,11 @@ pub struct Modules {
     nvrtc_at: Option<PathBuf>,
     nvrtc: OnceLock<std::result::Result<Nvrtc, String>>,
     loaded: RwLock<HashMap<String, CudaFunction>>,
+    /// What [`serves`](Self::serves) did not find.
+    absent: RwLock<HashSet<String>>,
     /// A lock for each variant that was ever made, held meanwhile: threads which need the same one wait,
     /// others compile beside it.
     making: Mutex<HashMap<String, Arc<Mutex<()>>>>,
-}
-
-/// Architecture that code for a compute capability is compiled for: with the features that only that
-/// chip has, where kernels use them.
-fn native(compute: i32) -> String {
-    match compute {
-        90 => "sm_90a".into(),
-        other => format!("sm_{other}"),
-    }
 }
 
 impl Modules {
@@ -55,6 +48,7 @@ impl Modules {
             nvrtc_at,
             nvrtc: OnceLock::new(),
             loaded: RwLock::default(),
+            absent: RwLock::default(),
             making: Mutex::default(),
         }
     }
@@ -113,6 +107,34 @@ impl Modules {
         Ok(function)
     }
 
+    /// Whether there is this kernel, in whose place another can serve. What once was nowhere stays so: the
+    /// bits of a call do not change because somebody filled a folder meanwhile, and nobody looks again.
+    ///
+    /// # Errors
+    /// As [`get`](Self::get), [`Error::Unavailable`] apart.
+    pub(crate) fn serves(&self, variant: &Variant) -> Result<bool> {
+        let absent = |names: &HashSet<String>| names.contains(&variant.name);
+        if absent(&self.absent.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(false);
+        }
+        match self.get(variant) {
+            Ok(_) => Ok(true),
+            Err(Error::Unavailable { reason, .. }) => {
+                tracing::debug!(reason, "another kernel serves instead");
+                let mut names = self.absent.write().unwrap_or_else(PoisonError::into_inner);
+                names.insert(variant.name.clone());
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether kernels with the features of this chip alone may be found or made.
+    pub(crate) fn has_native(&self) -> bool {
+        let native = native(self.compute);
+        self.prebuilt.is_some() || self.nvrtc().is_ok_and(|nvrtc| nvrtc.supports(&native))
+    }
+
     fn make(&self, variant: &Variant) -> Result<CudaFunction> {
         let started = std::time::Instant::now();
         let exact = native(self.compute);
@@ -144,15 +166,7 @@ impl Modules {
                 });
             }
         };
-        // A chip younger than the compiler gets PTX, which the driver finishes.
-        let arch = if nvrtc.supports(self.compute) {
-            exact
-        } else {
-            match nvrtc.highest_up_to(self.compute) {
-                Some(lower) => format!("compute_{lower}"),
-                None => exact,
-            }
-        };
+        let arch = nvrtc.target(self.compute);
         if !variant.compiles_for(&arch) {
             return Err(unavailable(
                 NAME,

@@ -7,6 +7,7 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::kernels::compute_of;
 use crate::probe::symbol;
 
 /// The setting that names the library or its folder.
@@ -177,14 +178,16 @@ impl Nvrtc {
         &self.path
     }
 
-    /// Whether it makes code for compute capability major × 10 + minor.
-    pub fn supports(&self, compute: i32) -> bool {
-        self.archs.contains(&compute)
+    /// Whether it makes code for `arch`: `sm_90a`, `compute_80`, …
+    pub fn supports(&self, arch: &str) -> bool {
+        knows(&self.archs, self.version, arch)
     }
 
-    /// The highest compute capability it knows that is not above `compute`.
-    pub fn highest_up_to(&self, compute: i32) -> Option<i32> {
-        self.archs.iter().copied().filter(|&a| a <= compute).max()
+    /// What it is asked to compile for a chip of compute capability major × 10 + minor: with the features of
+    /// that chip alone where it knows them; PTX of an earlier one, which the driver finishes, where it is
+    /// older than the chip.
+    pub fn target(&self, compute: i32) -> String {
+        target(&self.archs, self.version, compute)
     }
 
     /// Compiles `source` for `arch`: `sm_90a` gives a cubin, `compute_80` PTX.
@@ -248,6 +251,38 @@ impl Nvrtc {
             (self.destroy)(&mut program);
             Ok(Compiled { image: image?, log })
         }
+    }
+}
+
+/// Architecture with all that a chip can do.
+pub(crate) fn native(compute: i32) -> String {
+    match compute {
+        90 => "sm_90a".into(),
+        other => format!("sm_{other}"),
+    }
+}
+
+/// Compilers list compute capabilities without the letters that stand for the features of one chip (`a`,
+/// of Hopper since 12.0) or one family of chips (`f`, since 12.9).
+fn knows(archs: &[i32], version: (i32, i32), arch: &str) -> bool {
+    let Some(compute) = compute_of(arch).filter(|compute| archs.contains(compute)) else {
+        return false;
+    };
+    match arch.chars().next_back() {
+        Some('a') => compute >= 90 && version >= (12, 0),
+        Some('f') => compute >= 100 && version >= (12, 9),
+        _ => true,
+    }
+}
+
+fn target(archs: &[i32], version: (i32, i32), compute: i32) -> String {
+    let exact = [native(compute), format!("sm_{compute}")];
+    if let Some(arch) = exact.iter().find(|arch| knows(archs, version, arch)) {
+        return arch.clone();
+    }
+    match archs.iter().filter(|&&arch| arch <= compute).max() {
+        Some(lower) => format!("compute_{lower}"),
+        None => native(compute),
     }
 }
 
@@ -370,5 +405,26 @@ mod tests {
         std::fs::write(&file, b"not a library").unwrap();
         let reason = Nvrtc::find(Some(folder.path())).unwrap_err();
         assert!(reason.contains("libnvrtc.so.99"), "{reason}");
+    }
+
+    /// The lists are those of the releases.
+    #[test]
+    fn a_compiler_is_asked_for_what_it_knows() {
+        let eleven = [
+            35, 37, 50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90,
+        ];
+        let twelve = [50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90];
+        let of = |archs: &[i32], version, compute| target(archs, version, compute);
+        // 11.8 lists 90 and refuses sm_90a.
+        assert_eq!(of(&eleven, (11, 8), 90), "sm_90");
+        assert_eq!(of(&twelve, (12, 0), 90), "sm_90a");
+        assert_eq!(of(&twelve, (12, 0), 80), "sm_80");
+        // Younger chips than the compiler, and an older one.
+        assert_eq!(of(&twelve, (12, 0), 100), "compute_90");
+        assert_eq!(of(&[75, 80, 86], (11, 1), 90), "compute_86");
+        assert_eq!(of(&[90, 100], (13, 0), 80), "sm_80");
+        assert!(!knows(&eleven, (11, 8), "sm_90a") && knows(&eleven, (11, 8), "compute_90"));
+        assert!(knows(&[90, 100], (12, 9), "sm_100f") && !knows(&[90, 100], (12, 8), "sm_100f"));
+        assert!(!knows(&twelve, (12, 0), "sm_80a") && !knows(&twelve, (12, 0), "sm90"));
     }
 }

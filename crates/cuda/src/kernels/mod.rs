@@ -652,7 +652,7 @@ pub fn build(
         let compute = compute_of(arch).ok_or_else(|| {
             format!("{arch}: expected an architecture such as sm_80, sm_90a or compute_80")
         })?;
-        if !nvrtc.supports(compute) {
+        if !nvrtc.supports(arch) {
             return Err(format!("{arch}: {nvrtc} does not know it"));
         }
         work.extend(
