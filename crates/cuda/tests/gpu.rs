@@ -20,6 +20,8 @@ use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut, ops};
 
 use common::{Noise, gpu};
 
+#[path = "gpu/chips.rs"]
+mod chips;
 #[path = "gpu/decode.rs"]
 mod decode;
 #[path = "gpu/hopper.rs"]
