@@ -1,7 +1,5 @@
 //! `tilewise devices`: what this machine and this build can run on.
 
-use std::fmt::Write;
-
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
@@ -86,25 +84,21 @@ fn cuda() -> Vec<String> {
 fn render(devices: &Devices) -> String {
     let mut text = String::new();
     for entry in &devices.backends {
-        // Writing to a String cannot fail.
-        let _ = match (&entry.device, &entry.reason) {
-            (Some(device), _) => writeln!(text, "{:8} available      {device}", entry.name),
-            (None, reason) => writeln!(
-                text,
-                "{:8} not available  {}",
-                entry.name,
-                reason.as_deref().unwrap_or_default()
-            ),
+        let (state, said) = match (&entry.device, &entry.reason) {
+            (Some(device), _) => ("available", device.as_str()),
+            (None, reason) => ("not available", reason.as_deref().unwrap_or_default()),
         };
+        let line = format!("{:8} {state:14} {said}", entry.name);
+        text.push_str(&ui::wrap(&line, 24));
         for (name, value) in &entry.details {
-            let _ = writeln!(text, "{:8} {name}: {value}", "");
+            text.push_str(&ui::wrap(&format!("{:8} {name}: {value}", ""), 11));
         }
     }
     if !devices.cuda.is_empty() {
         text.push_str("\nCUDA\n");
     }
     for line in &devices.cuda {
-        let _ = writeln!(text, "  {line}");
+        text.push_str(&ui::wrap(&format!("  {line}"), 4));
     }
     text
 }

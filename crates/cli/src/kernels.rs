@@ -152,13 +152,17 @@ fn build(args: &BuildArgs) -> Result<()> {
         let report = json!({"schema": 1, "compiler": nvrtc.to_string(), "kernels": kernels});
         return ui::print_json(&report);
     }
-    Ok(ui::print(&format!(
-        "{}: {} kernels, {}, by {nvrtc}\n",
+    let said = format!(
+        "{}: {} kernels, {}, by {nvrtc}",
         args.output.display(),
         built.len(),
         ui::bytes(bytes)
-    ))?)
+    );
+    Ok(ui::print(&ui::wrap(&said, 2))?)
 }
+
+/// What the other columns leave for a kernel's name.
+const NAME_COLUMNS: usize = 30;
 
 fn list(args: &ListArgs) -> Result<()> {
     let selection = args.which.selection()?;
@@ -194,14 +198,14 @@ fn list(args: &ListArgs) -> Result<()> {
             "arch",
             "family",
             "threads",
-            "shared memory",
+            "shared\nmemory",
             "built",
         ],
         3,
     );
     for (arch, variant, built) in rows {
         grid.row(&[
-            plain(variant.name.clone()),
+            plain(ui::break_name(&variant.name, NAME_COLUMNS)),
             plain(arch.clone()),
             plain(variant.family.name()),
             plain(variant.threads.to_string()),

@@ -157,13 +157,14 @@ fn forward<T: Element + Plain>(args: &RunArgs, loaded: &Loaded<T>) -> Result<()>
     for (kind, reason) in &info.passed_over {
         ui::note(&format!("{kind} passed over: {reason}"));
     }
-    Ok(ui::print(&format!(
-        "{}: o {o_shape:?} {}, lse {lse_shape:?} f32 ({} {algorithm} {isa}, {} ms)\n",
+    let said = format!(
+        "{}: o {o_shape:?} {}, lse {lse_shape:?} f32 ({} {algorithm} {isa}, {} ms)",
         args.output.display(),
         T::DTYPE,
         info.backend,
         ui::significant(Some(ms)),
-    ))?)
+    );
+    Ok(ui::print(&ui::wrap(&said, 2))?)
 }
 
 /// Shapes of o and lse with as many axes as q had.

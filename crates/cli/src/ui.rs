@@ -3,7 +3,9 @@
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
-use comfy_table::{Cell, CellAlignment, Color, ContentLineStyle, LineStyle, Table, TableStyle};
+use comfy_table::{
+    Cell, CellAlignment, Color, ContentArrangement, ContentLineStyle, LineStyle, Table, TableStyle,
+};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
@@ -58,6 +60,22 @@ pub(crate) fn wrap(line: &str, indent: usize) -> String {
     text
 }
 
+/// `name`, whose words are joined by hyphens, broken behind one of them wherever `width` columns are used up.
+pub(crate) fn break_name(name: &str, width: usize) -> String {
+    let mut text = String::new();
+    let mut used = 0;
+    for word in name.split_inclusive('-') {
+        let long = word.chars().count();
+        if used > 0 && used + long > width {
+            text.push('\n');
+            used = 0;
+        }
+        text.push_str(word);
+        used += long;
+    }
+    text
+}
+
 /// Progress over `steps`, on stderr; hidden unless stderr is a terminal.
 pub(crate) fn progress(steps: u64) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
@@ -79,7 +97,12 @@ pub(crate) enum Tone {
 pub(crate) struct Grid {
     table: Table,
     left: usize,
+    /// Lines across all columns, where [`HEADING`] stands.
+    headings: Vec<String>,
 }
+
+/// Holds the place of a heading while columns find their widths: a character that no text has.
+const HEADING: char = '\u{e000}';
 
 impl Grid {
     pub(crate) fn new(header: &[&str], left: usize) -> Grid {
@@ -90,11 +113,19 @@ impl Grid {
                 .header_separator(LineStyle::none().fill('-').junction('-'))
                 .content_lines(ContentLineStyle::none()),
         );
+        // Sentences that are too long for a terminal are broken within their column.
+        table
+            .set_content_arrangement(ContentArrangement::Dynamic)
+            .set_width(COLUMNS as u16);
         table.force_no_tty();
         if colours() {
             table.enforce_styling();
         }
-        let mut grid = Grid { table, left };
+        let mut grid = Grid {
+            table,
+            left,
+            headings: Vec::new(),
+        };
         let cells: Vec<Cell> = header
             .iter()
             .enumerate()
@@ -126,13 +157,28 @@ impl Grid {
         self.table.add_row(cells);
     }
 
+    /// A line across all columns, which says what the rows after it have in common.
+    pub(crate) fn heading(&mut self, text: String) {
+        self.headings.push(text);
+        self.table.add_row([HEADING]);
+    }
+
     /// The table, one space between columns, every line ended.
     pub(crate) fn render(mut self) -> String {
         for column in self.table.column_iter_mut() {
             column.set_padding((0, 0));
         }
-        let mut text = self.table.trim_fmt();
-        text.push('\n');
+        let mut headings = self.headings.into_iter();
+        let mut text = String::new();
+        for line in self.table.trim_fmt().lines() {
+            match line.starts_with(HEADING) {
+                true => text.push_str(&wrap(&headings.next().unwrap_or_default(), 2)),
+                false => {
+                    text.push_str(line);
+                    text.push('\n');
+                }
+            }
+        }
         text
     }
 }
@@ -178,31 +224,18 @@ pub(crate) fn time(ms: Option<f64>) -> String {
 
 /// A size in binary units.
 pub(crate) fn bytes(n: u64) -> String {
-    in_units(n, 1023.5, |size| {
-        significant(Some(size)).trim_end_matches(".00").into()
-    })
-}
-
-/// The same in at most seven characters, for a table without room.
-pub(crate) fn brief_bytes(n: u64) -> String {
-    in_units(n, 999.5, |size| {
-        format!("{size:.*}", usize::from(size < 9.95))
-    })
-}
-
-/// A size in the first unit in which it is below `most`.
-fn in_units(n: u64, most: f64, digits: impl Fn(f64) -> String) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if n < 1024 {
         return format!("{n} B");
     }
     let mut size = n as f64 / 1024.0;
     let mut unit = 0;
-    while size >= most && unit + 1 < UNITS.len() {
+    while size >= 1023.5 && unit + 1 < UNITS.len() {
         size /= 1024.0;
         unit += 1;
     }
-    format!("{} {}", digits(size), UNITS[unit])
+    let digits = significant(Some(size));
+    format!("{} {}", digits.trim_end_matches(".00"), UNITS[unit])
 }
 
 /// Why something that needs `needed` bytes is skipped.
@@ -253,16 +286,6 @@ mod tests {
         assert_eq!(bytes(1 << 30), "1 GiB");
         assert_eq!(bytes(1023 << 10), "1023 KiB");
         assert_eq!(bytes(14_900_000), "14.2 MiB");
-        for (n, brief) in [
-            (1023, "1023 B"),
-            (1024, "1.0 KiB"),
-            (60_826, "59 KiB"),
-            (414_720, "405 KiB"),
-            (1023 << 10, "1.0 MiB"),
-            (10_200 << 10, "10 MiB"),
-        ] {
-            assert_eq!(brief_bytes(n), brief);
-        }
     }
 
     #[test]
@@ -285,6 +308,42 @@ mod tests {
         assert_eq!(words(&text), words(&long));
         // A word that fits nowhere stands alone.
         assert_eq!(wrap(&format!("a {}", "b".repeat(90)), 2).lines().count(), 2);
+    }
+
+    #[test]
+    fn tables_fit_a_terminal() {
+        let sentence = "the loop over keys stores nothing of S and P ".repeat(3);
+        let mut grid = Grid::new(&["", "must hold", "found"], 3);
+        grid.row(&[plain("  holds"), plain(&sentence), plain(&sentence)]);
+        grid.row(&[plain("  FAILS"), plain("short"), plain("1 of 2")]);
+        let text = grid.render();
+        assert!(text.lines().count() > 6, "{text}");
+        assert!(
+            text.lines().all(|line| line.chars().count() <= COLUMNS),
+            "{text}"
+        );
+        assert_eq!(text.matches("stores").count(), 6, "{text}");
+        // A heading takes no column's room.
+        let mut grid = Grid::new(&["a", "b"], 1);
+        grid.heading("x".repeat(60));
+        grid.row(&[plain("first"), plain("1")]);
+        grid.heading("second".into());
+        grid.row(&[plain("third"), plain("2")]);
+        let lines: Vec<String> = grid.render().lines().map(String::from).collect();
+        assert_eq!(lines[1], "-------");
+        assert_eq!(lines[2].len(), 60);
+        assert_eq!(lines[3..], ["first 1", "second", "third 2"]);
+        // What fits stays in one line.
+        let mut grid = Grid::new(&["a", "b"], 1);
+        grid.row(&[plain("x".repeat(50)), plain("1.00 MiB")]);
+        assert_eq!(grid.render().lines().count(), 3);
+    }
+
+    #[test]
+    fn names_are_broken_behind_hyphens() {
+        assert_eq!(break_name("fa2-bf16-d64", 80), "fa2-bf16-d64");
+        assert_eq!(break_name("fa2-bf16-d64-full", 9), "fa2-bf16-\nd64-full");
+        assert_eq!(break_name("abcdefgh-i", 3), "abcdefgh-\ni");
     }
 
     #[test]

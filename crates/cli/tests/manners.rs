@@ -69,6 +69,64 @@ fn help_fits_a_terminal() {
     }
 }
 
+/// Tables and all other lines fit a terminal of 80 columns; a path or a processor's name may be longer than
+/// any line.
+#[test]
+fn output_fits_a_terminal() {
+    let fixture = |name: &str| format!("crates/cli/tests/fixtures/inspect/{name}.ptx");
+    let (fa1, fa2, standard) = (fixture("fa1"), fixture("fa2"), fixture("standard"));
+    let one = ["--backends", "cpu", "--repeat", "1"];
+    let mut all: Vec<Vec<&str>> = QUICK.iter().map(|args| args.to_vec()).collect();
+    all.push([&["compare", REAL, "--backward"], &one[..]].concat());
+    all.push(vec![
+        "compare",
+        REAL,
+        "--algorithms",
+        "fa2",
+        "--repeat",
+        "1",
+    ]);
+    let shapes = [
+        "bench",
+        "--shapes",
+        "2,16,4,128,256,64,causal",
+        "1,1,1,16,16,8",
+    ];
+    for more in [&["--backward"][..], &["--ceilings", "--algorithms", "fa2"]] {
+        all.push([&shapes, &one[..], more].concat());
+    }
+    all.push(vec!["trace", REAL]);
+    all.push(vec!["trace", REAL, "--backward"]);
+    all.push(vec!["io"]);
+    all.push(vec!["io", "--measure"]);
+    all.push(vec!["io", "--chip", "h200", "--dtype", "bf16"]);
+    if cfg!(feature = "cuda") {
+        all.push(vec!["inspect", &fa1]);
+        all.push(vec!["inspect", &fa2]);
+        all.push(vec!["inspect", &standard]);
+        all.push(vec![
+            "kernels",
+            "list",
+            "--arch",
+            "sm_90a",
+            "--head-dim",
+            "64",
+        ]);
+    }
+    for args in all {
+        let output = tilewise().args(&args).output().unwrap();
+        assert!(output.status.success(), "{args:?}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.lines().count() > 1, "{args:?}");
+        for line in text.lines().filter(|line| line.chars().count() > 80) {
+            let words = || line.split_whitespace();
+            let longest = words().map(|word| word.chars().count()).max();
+            let processor = line.trim_start().starts_with("cpu: ") || line.starts_with("cpu ");
+            assert!(longest > Some(76) || processor, "{args:?}:\n{text}");
+        }
+    }
+}
+
 /// Nothing but text goes to a pipe: no colours, whatever else the surroundings say.
 #[test]
 fn a_pipe_gets_no_colours() {

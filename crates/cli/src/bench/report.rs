@@ -256,6 +256,8 @@ const HEADER: [&str; 11] = [
 ];
 /// Columns that are aligned left.
 const LEFT: usize = 5;
+/// Columns that text has above the rows: the shape, the type, the threads.
+const ABOVE: [usize; 3] = [0, 1, 5];
 
 impl Report {
     pub(super) fn render(&self, format: Format) -> Result<String> {
@@ -316,11 +318,41 @@ impl Report {
         text
     }
 
+    /// Problem, type and threads stand above the rows that they are the same for: a terminal has no room
+    /// for them beside the figures.
     fn text(&self) -> String {
         let columns = self.columns();
-        let mut grid = Grid::new(&HEADER[..columns], LEFT);
+        let beside = |column: &usize| !ABOVE.contains(column);
+        let header: Vec<&str> = (0..columns)
+            .filter(beside)
+            .map(|column| HEADER[column])
+            .collect();
+        let mut grid = Grid::new(&header, LEFT - 2);
+        let mut said = String::new();
         for row in self.results.iter().filter(|row| row.timed()) {
-            grid.row(&row.cells().map(plain)[..columns]);
+            let cells = row.cells();
+            let above = format!(
+                "{}: {}, {}, {} {}",
+                HEADER[0],
+                cells[ABOVE[0]],
+                cells[ABOVE[1]],
+                cells[ABOVE[2]],
+                if row.threads == 1 {
+                    "thread"
+                } else {
+                    "threads"
+                }
+            );
+            if above != said {
+                grid.heading(above.clone());
+                said = above;
+            }
+            let shown = (0..columns).filter(beside);
+            grid.row(
+                &shown
+                    .map(|column| plain(cells[column].clone()))
+                    .collect::<Vec<_>>(),
+            );
         }
         let tail = self.tail();
         let gap = if tail.is_empty() { "" } else { "\n" };

@@ -282,7 +282,7 @@ fn render(report: &Report) -> String {
         "  reference: the naive gradients in f64; gradient at o: {}\n",
         report.dout
     );
-    let mut grid = Grid::new(
+    let mut errors = Grid::new(
         &[
             "backend",
             "algorithm",
@@ -293,16 +293,23 @@ fn render(report: &Report) -> String {
             "max\nrel err",
             "\nbound",
             "",
-            "median\nms",
-            "\nGFLOP/s",
         ],
         4,
     );
-    for row in &report.results {
+    let mut costs = super::table::costs(&[]);
+    let ran = || (report.results.iter()).filter(|row| !row.gradients.is_empty());
+    for row in ran() {
+        costs.row(&[
+            plain(row.backend.clone()),
+            plain(row.algorithm),
+            plain(row.isa.clone().unwrap_or_default()),
+            plain(significant(row.median_ms)),
+            plain(significant(row.gflops)),
+        ]);
         for (n, gradient) in row.gradients.iter().enumerate() {
             let first = |text: String| plain(if n == 0 { text } else { String::new() });
             let max = gradient.max_abs_err.as_f64().unwrap_or(f64::INFINITY);
-            grid.row(&[
+            errors.row(&[
                 first(row.backend.clone()),
                 first(row.algorithm.into()),
                 first(row.isa.clone().unwrap_or_default()),
@@ -315,12 +322,14 @@ fn render(report: &Report) -> String {
                     true => ("pass".into(), Tone::Good),
                     false => ("FAIL".into(), Tone::Bad),
                 },
-                first(significant(row.median_ms)),
-                first(significant(row.gflops)),
             ]);
         }
     }
-    text.push_str(&grid.render());
+    text.push_str(&errors.render());
+    if ran().next().is_some() {
+        text.push('\n');
+        text.push_str(&costs.render());
+    }
     let mut notes = report.notes.clone();
     for row in &report.results {
         if let Some(reason) = &row.reason {

@@ -12,7 +12,7 @@ const LEFT: usize = 3;
 pub(super) fn render(report: &Report) -> String {
     let mut text = String::new();
     head(&mut text, report);
-    let mut grid = Grid::new(
+    let mut errors = Grid::new(
         &[
             "backend",
             "algorithm",
@@ -23,21 +23,24 @@ pub(super) fn render(report: &Report) -> String {
             "lse\nerr",
             "\nbound",
             "",
-            "median\nms",
-            "\nGFLOP/s",
-            "vs\nstd",
-            "extra\nmemory",
         ],
         LEFT,
     );
+    let mut costs = costs(&["vs\nstd", "extra\nmemory"]);
     for row in report.results.iter().filter(|row| row.ran()) {
-        grid.row(&cells(row));
+        errors.row(&error_cells(row));
+        costs.row(&cost_cells(row));
     }
     if let Some(file) = &report.file {
-        grid.row(&file_cells(file));
+        errors.row(&file_cells(file));
     }
-    if report.file.is_some() || report.results.iter().any(ResultRow::ran) {
-        text.push_str(&grid.render());
+    let ran = report.results.iter().any(ResultRow::ran);
+    if report.file.is_some() || ran {
+        text.push_str(&errors.render());
+    }
+    if ran {
+        text.push('\n');
+        text.push_str(&costs.render());
     }
     tail(&mut text, report);
     text
@@ -108,7 +111,7 @@ pub(super) fn notes_below(text: &mut String, mut notes: Vec<String>, environment
         text.push('\n');
     }
     for note in notes {
-        let _ = writeln!(text, "{note}");
+        text.push_str(&ui::wrap(&note, 2));
     }
 }
 
@@ -129,7 +132,7 @@ fn verdict(pass: Option<bool>) -> (String, Tone) {
     }
 }
 
-fn cells(row: &ResultRow) -> Vec<(String, Tone)> {
+fn error_cells(row: &ResultRow) -> Vec<(String, Tone)> {
     vec![
         plain(row.backend.clone()),
         plain(row.algorithm),
@@ -144,15 +147,28 @@ fn cells(row: &ResultRow) -> Vec<(String, Tone)> {
         } else {
             verdict(row.pass)
         },
+    ]
+}
+
+/// What a call costs, a table of its own: with the errors beside it neither would fit a terminal.
+pub(super) fn costs(more: &[&str]) -> Grid {
+    let mut header = vec!["backend", "algorithm", "isa", "median\nms", "\nGFLOP/s"];
+    header.extend(more);
+    Grid::new(&header, LEFT)
+}
+
+fn cost_cells(row: &ResultRow) -> Vec<(String, Tone)> {
+    vec![
+        plain(row.backend.clone()),
+        plain(row.algorithm),
+        plain(row.isa.clone().unwrap_or_default()),
         plain(significant(row.median_ms)),
         plain(significant(row.gflops)),
         plain(match row.speedup_vs_standard {
-            // No third decimal: the table is as wide as it may be.
-            Some(x) if x < 0.9995 => format!("{x:.2}x"),
             Some(x) => format!("{}x", significant(Some(x))),
             None => "-".into(),
         }),
-        plain(row.peak_extra_bytes.map_or("-".into(), ui::brief_bytes)),
+        plain(row.peak_extra_bytes.map_or("-".into(), ui::bytes)),
     ]
 }
 
@@ -172,9 +188,5 @@ fn file_cells(file: &FileResult) -> Vec<(String, Tone)> {
         plain(scientific(file.lse_max_abs_err)),
         plain(scientific(Some(file.tolerance))),
         verdict(Some(file.pass)),
-        plain(""),
-        plain(""),
-        plain(""),
-        plain(""),
     ]
 }

@@ -12,10 +12,10 @@ use crate::ui::{self, Grid, Tone, plain};
 pub(super) fn render(report: &Report) -> String {
     let mut text = String::new();
     if let (Some(arch), Some(compiler)) = (&report.arch, &report.compiler) {
-        let _ = writeln!(text, "{arch}, {compiler}");
+        text.push_str(&ui::wrap(&format!("{arch}, {compiler}"), 2));
     }
     if let Some(tool) = &report.disassembler {
-        let _ = writeln!(text, "machine code by {tool}");
+        text.push_str(&ui::wrap(&format!("machine code by {tool}"), 2));
     }
     for group in &report.algorithms {
         let _ = writeln!(text, "\n{}", group.name);
@@ -28,13 +28,15 @@ pub(super) fn render(report: &Report) -> String {
         text.push('\n');
     }
     for note in &report.notes {
-        let _ = writeln!(text, "{note}");
+        text.push_str(&ui::wrap(note, 2));
     }
     text
 }
 
 fn one(text: &mut String, kernel: &Inspected) {
-    let _ = writeln!(text, "  {}", kernel.name);
+    for (n, part) in ui::break_name(&kernel.name, 74).lines().enumerate() {
+        let _ = writeln!(text, "  {}{part}", if n > 0 { "  " } else { "" });
+    }
     let mut said = Vec::new();
     if !kernel.ptx.accesses.is_empty() {
         let mut grid = Grid::new(
