@@ -67,6 +67,9 @@ fn chosen(arch: &str) -> Vec<Variant> {
             if name.starts_with("bwd") {
                 let both = has("bwd-fa2-bf16-d64-") || has("bwd-fa2-bf16-d128-");
                 let causal = plain && !has("-dropout") && has("-causal");
+                if has("bwd-hopper") {
+                    return causal && has("-bf16-") && has("-dq1-");
+                }
                 return causal && (both && has("-dq1-") || has("bwd-dq-bf16-d128-"));
             }
             if name.starts_with("decode") {

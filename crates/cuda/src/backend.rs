@@ -734,6 +734,14 @@ impl Backend for CudaBackend {
                     .into(),
                 ),
                 (
+                    "fa2 backward".into(),
+                    match crate::hopper::possible(self) {
+                        true => "sm_90a: warpgroup products, bulk copies (f16, bf16)",
+                        false => "mma.sync, cp.async",
+                    }
+                    .into(),
+                ),
+                (
                     "compiler".into(),
                     match shared.modules.nvrtc() {
                         Ok(nvrtc) => nvrtc.to_string(),
@@ -811,7 +819,7 @@ impl Backend for CudaBackend {
     }
 
     fn backward_workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
-        backward::workspace_bytes(problem, algorithm, self.sums, self.standard_budget())
+        backward::workspace_bytes(self, problem, algorithm, self.sums)
     }
 
     /// Copies what the gradients are made from to the device and the gradients back; device memory

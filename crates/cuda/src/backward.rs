@@ -1,5 +1,7 @@
 //! Gradients over device memory: checked, asynchronous, on the caller's stream.
 
+mod hopper;
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
@@ -9,7 +11,7 @@ use crate::backend::{CudaBackend, device_zeros};
 use crate::error::{driver, unsupported};
 use crate::kernels::backward::standard::{self, Part};
 use crate::kernels::backward::{fa1, fa2};
-use crate::kernels::{Mask, Spec, Variant, pad};
+use crate::kernels::{self, Mask, Spec, Variant, pad};
 use crate::ops::{DeviceInputs, check_lengths, scratch};
 use crate::ops::{Plan, address, expect_dtype, launch, missing, pairs_per_group, plan};
 use crate::raw::{self, BackwardArgs};
@@ -81,16 +83,31 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     check_lengths(problem, algorithm)
 }
 
-/// Bytes of workspace that a call takes; `budget` is what `standard` may take for its matrices, if
-/// more than one KV head's fit.
+/// Whether a call of `algorithm` with aligned rows runs Hopper's own kernel.
+pub(crate) fn by_warpgroups(
+    backend: &CudaBackend,
+    problem: &Problem,
+    algorithm: Algorithm,
+) -> bool {
+    let Ok(Plan { mut spec, .. }) = plan(problem, 0, problem.dims().seqlen_k) else {
+        return false;
+    };
+    spec.mask = sequences::mask(problem);
+    algorithm.resolve() == Algorithm::Fa2
+        && matches!(hopper::serves(backend, problem, &spec, true), Ok(Some(_)))
+}
+
+/// Most bytes of workspace that a call takes; of `standard`'s matrices, what its budget allows, if more
+/// than one KV head's fit.
 pub(crate) fn workspace_bytes(
+    backend: &CudaBackend,
     problem: &Problem,
     algorithm: Algorithm,
     sums: Sums,
-    budget: u64,
 ) -> u64 {
     let dims = problem.dims();
-    let in_memory = 4 * pad(dims.head_dim).map_or(0, u64::from);
+    let budget = backend.standard_budget();
+    let in_memory = 4 * hopper::sum_columns(backend, problem);
     // L and Δ; the sums of dQ; FA1's m and 1/ℓ.
     let row = match (algorithm.resolve(), sums) {
         (Algorithm::Fa1, _) => 8 + in_memory + 8,
@@ -356,8 +373,7 @@ impl Call<'_> {
         let options = problem.options();
         let slopes = self.upload("alibi_slopes", options.get_alibi_slopes())?;
         let sinks = self.upload("sinks", options.get_sinks())?;
-        let budget = self.backend.standard_budget();
-        let bytes = workspace_bytes(problem, self.algorithm, self.sums, budget);
+        let bytes = workspace_bytes(self.backend, problem, self.algorithm, self.sums);
         let mut workspace = scratch(self.stream, "the workspace of backward", bytes)?;
         let place = |memory: &Option<CudaSlice<f32>>| {
             memory
@@ -577,16 +593,25 @@ impl Call<'_> {
             kv_heads: kv_heads as i32,
             ..BackwardArgs::default()
         };
+        let own = match self.algorithm {
+            Algorithm::Fa2 => hopper::serves(self.backend, problem, &spec, in_memory)?,
+            _ => None,
+        };
+        // What stands in memory for the kernel of the gradients is laid out as its tiles are.
+        let laid = match &own {
+            Some((_, tile)) => tile.laid(&spec),
+            None => spec,
+        };
         let sums = match in_memory {
-            true => cells * u64::from(spec.padded) * 4,
+            true => cells * u64::from(laid.padded) * 4,
             false => 0,
         };
         all.lse2 = given.workspace + sums;
         all.delta = all.lse2 + cells * 4;
         let rest = all.delta + cells * 4;
         let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
-        let prepare = fa2::prepare(&spec, limit, compute).ok_or_else(|| missing(&spec))?;
-        let lanes = u64::from(fa2::prepare_lanes(&spec));
+        let prepare = fa2::prepare(&laid, limit, compute).ok_or_else(|| missing(&spec))?;
+        let lanes = u64::from(fa2::prepare_lanes(&laid));
         self.launch(&prepare, (cells * lanes).div_ceil(256), &all)?;
         if given.dsinks != 0 {
             let variant = fa2::rows(problem.dtype(), "tw_bwd_sinks");
@@ -598,7 +623,7 @@ impl Call<'_> {
         match self.algorithm {
             Algorithm::Standard => self.standard(all, &spec, sequence, batch, rest)?,
             Algorithm::Fa1 => self.fa1(all, &spec, rest)?,
-            _ => self.fa2(all, &spec, batch)?,
+            _ => self.fa2(all, &spec, own.as_ref(), batch)?,
         }
         match given.dbias.ptr {
             0 => Ok(()),
@@ -662,23 +687,40 @@ impl Call<'_> {
         launch(self.backend, self.stream, variant, (blocks, 1), args)
     }
 
-    fn fa2(&self, mut all: BackwardArgs, spec: &Spec, batch: usize) -> Result<()> {
+    /// `own`: the kernel of the gradients, if it is Hopper's.
+    fn fa2(
+        &self,
+        mut all: BackwardArgs,
+        spec: &Spec,
+        own: Option<&(Variant, kernels::backward::hopper::Tile)>,
+        batch: usize,
+    ) -> Result<()> {
         let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
         let none = || missing(spec);
         let (sq, sk) = (all.forward.sq as usize, all.forward.sk as usize);
         let atomic = all.dq_acc != 0;
-        let gradients = fa2::gradients(spec, limit, compute, atomic).ok_or_else(none)?;
-        let (keys, step) = fa2::tile(spec, limit).ok_or_else(none)?;
+        let (keys, step) = match own {
+            Some((_, tile)) => (tile.keys, tile.rows),
+            None => fa2::tile(spec, limit).ok_or_else(none)?,
+        };
         all.key_blocks = sk.div_ceil(keys as usize) as i32;
         if spec.mask != Mask::Full {
             let blocks = all.key_blocks as usize;
             all.forward.pairs_per_group =
                 kv_pairs_per_group(self.backend, self.problem, sq, batch, blocks);
         }
-        let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
-        self.launch(&gradients, blocks, &all)?;
+        if let Some(kernel) = own {
+            hopper::run(self.backend, self.stream, all, spec.dtype, kernel)?;
+        } else {
+            let gradients = fa2::gradients(spec, limit, compute, atomic).ok_or_else(none)?;
+            let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
+            self.launch(&gradients, blocks, &all)?;
+        }
         if atomic {
-            let store = fa2::store_dq(spec, limit, compute).ok_or_else(none)?;
+            let store = match own {
+                Some((_, tile)) => tile.store_dq(spec),
+                None => fa2::store_dq(spec, limit, compute).ok_or_else(none)?,
+            };
             let blocks = sq.div_ceil(step as usize) as u64 * all.forward.pairs as u64;
             return self.launch(&store, blocks, &all);
         }

@@ -73,7 +73,10 @@ impl Products {
         algorithm: Algorithm,
         backward: bool,
     ) -> Products {
-        let warpgroups = !backward && crate::hopper::tile_of(backend, problem, algorithm).is_some();
+        let warpgroups = match backward {
+            true => crate::backward::by_warpgroups(backend, problem, algorithm),
+            false => crate::hopper::tile_of(backend, problem, algorithm).is_some(),
+        };
         Self::by(problem, algorithm, backward, warpgroups)
     }
 

@@ -63,7 +63,7 @@ pub(crate) fn tile_of(
 }
 
 /// A tensor the copy engine can walk, the memory of what had to be laid out anew, and its shape.
-fn walkable(
+pub(crate) fn walkable(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
     tensor: Tensor,
@@ -84,7 +84,7 @@ fn walkable(
 }
 
 /// The map of a `[batch, heads, seqlen, head_dim]` tensor for boxes of `rows` rows and 64 columns.
-fn map(
+pub(crate) fn map(
     name: &'static str,
     tensor: &Tensor,
     shape: [usize; 4],

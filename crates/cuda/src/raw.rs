@@ -188,12 +188,29 @@ pub struct HopperArgs {
 // padded on both sides alike.
 unsafe impl DeviceRepr for HopperArgs {}
 
+/// What `backward/hopper.cu` takes, by value, and mirrors.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)] // documented where the kernels read them
+pub struct BackwardHopperArgs {
+    pub q: TensorMap,
+    pub k: TensorMap,
+    pub v: TensorMap,
+    pub dout: TensorMap,
+    pub backward: BackwardArgs,
+}
+
+// SAFETY: repr(C) of integers and floats only, the layout `struct BackwardHopperArgs` of backward/hopper.cu has;
+// its tail is padded on both sides alike.
+unsafe impl DeviceRepr for BackwardHopperArgs {}
+
 /// An argument block: what some kernel takes as its only argument.
 pub trait Block: DeviceRepr {}
 impl Block for Args {}
 impl Block for BackwardArgs {}
 impl Block for Decode {}
 impl Block for HopperArgs {}
+impl Block for BackwardHopperArgs {}
 
 /// Grid and block of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -297,6 +314,8 @@ mod tests {
             3 * 128 + size_of::<Args>()
         );
         assert_eq!(size_of::<HopperArgs>() % 128, 0);
+        assert_eq!(std::mem::offset_of!(BackwardHopperArgs, backward), 4 * 128);
+        assert_eq!(size_of::<BackwardHopperArgs>() % 128, 0);
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //! says so on stderr and passes; `TILEWISE_REQUIRE_GPU=1` turns that into a failure.
 
 mod common;
+#[path = "gradients/hopper.rs"]
+mod hopper;
 
 use half::{bf16, f16};
 use proptest::prelude::*;

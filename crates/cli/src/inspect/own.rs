@@ -5,7 +5,7 @@ use serde::Serialize;
 use tilewise::Algorithm;
 use tilewise::cuda::kernels::{self, Family, Mask, Selection, Variant};
 use tilewise::cuda::nvrtc::Nvrtc;
-use tilewise::cuda::raw::{Args, BackwardArgs, HopperArgs, Tensor};
+use tilewise::cuda::raw::{Args, BackwardArgs, BackwardHopperArgs, HopperArgs, Tensor};
 
 use super::ptx::Pointer;
 use super::{
@@ -114,6 +114,14 @@ const MAPS: [(usize, &str); 3] = [
     (std::mem::offset_of!(HopperArgs, v), "v"),
 ];
 
+/// Where `tw_bwd_hopper` has its.
+const BACKWARD_MAPS: [(usize, &str); 4] = [
+    (std::mem::offset_of!(BackwardHopperArgs, q), "q"),
+    (std::mem::offset_of!(BackwardHopperArgs, k), "k"),
+    (std::mem::offset_of!(BackwardHopperArgs, v), "v"),
+    (std::mem::offset_of!(BackwardHopperArgs, dout), "dout"),
+];
+
 /// Names for the kernel `entry`; of kernels that are not this project's, none are known.
 pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {
     let own = entry.starts_with("tw_");
@@ -124,6 +132,10 @@ pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {
     // Its tensor maps stand first, which the copy engine reads by their own addresses.
     let (forward, maps): (usize, &[_]) = match entry {
         "tw_hopper" => (std::mem::offset_of!(HopperArgs, forward), &MAPS),
+        "tw_bwd_hopper" => (
+            std::mem::offset_of!(BackwardHopperArgs, backward),
+            &BACKWARD_MAPS,
+        ),
         _ => (0, &[]),
     };
     // Its matrices stand where other kernels have their sums.
@@ -168,7 +180,7 @@ fn family(algorithm: Algorithm) -> Family {
 impl InspectArgs {
     /// The variants that a backward call of `algorithm` launches, zeros and sinks excepted.
     fn backward_variants(&self, algorithm: Algorithm) -> Result<Vec<Variant>> {
-        use kernels::backward::{fa1, fa2, standard};
+        use kernels::backward::{fa1, fa2, hopper, standard};
         let compute = self.compute()?;
         let limit = kernels::shared_limit(compute);
         let none = || {
@@ -193,11 +205,19 @@ impl InspectArgs {
                 let (variants, _) = fa1::variants(&spec, limit).with_context(none)?;
                 variants.map(Some).into()
             }
-            _ => vec![
-                fa2::prepare(&spec, limit, compute),
-                fa2::gradients(&spec, limit, compute, true),
-                fa2::store_dq(&spec, limit, compute),
-            ],
+            _ => {
+                let mut all = vec![
+                    fa2::prepare(&spec, limit, compute),
+                    fa2::gradients(&spec, limit, compute, true),
+                    fa2::store_dq(&spec, limit, compute),
+                ];
+                let own = hopper::gradients(&spec, limit, compute, true)
+                    .filter(|(variant, _)| variant.compiles_for(&self.arch));
+                if let Some((gradients, tile)) = own {
+                    all.extend([Some(gradients), Some(tile.store_dq(&spec))]);
+                }
+                all
+            }
         };
         let variants: Option<Vec<Variant>> = variants.into_iter().collect();
         variants.with_context(none)
@@ -279,6 +299,10 @@ fn score_bytes(variant: &Variant) -> Option<u32> {
         Family::Hopper => (1, define("BN")?),
         Family::BackwardFa1 | Family::BackwardFa2 => {
             return Some(define("BM")? * define("BN")? * 4 / variant.threads);
+        }
+        // A warpgroup brings the tiles.
+        Family::BackwardHopper => {
+            return Some(define("BM")? * define("BN")? * 4 / (variant.threads - 128));
         }
         _ => return None,
     };

@@ -105,7 +105,7 @@ pub(super) fn backward_findings(kernels: &[Inspected]) -> Vec<Finding> {
             .filter(|tensor| ["S", "P"].contains(tensor))
             .collect();
         match entry {
-            "tw_bwd_fa2" => {
+            "tw_bwd_fa2" | "tw_bwd_hopper" => {
                 let [before, inside, mut after] =
                     [Place::Before, Place::Inside, Place::After].map(|place| stored(Some(place)));
                 // The last share of dQ may be added while dk and dv go out.

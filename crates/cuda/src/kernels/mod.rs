@@ -62,6 +62,8 @@ pub enum Family {
     Split,
     /// The gradients as FlashAttention-2 makes them.
     BackwardFa2,
+    /// The same on Hopper: products of warpgroups, tiles by the copy engine.
+    BackwardHopper,
     /// As FlashAttention-1 makes them.
     BackwardFa1,
     /// By whole matrices.
@@ -72,7 +74,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 13] = [
+    pub const ALL: [Family; 14] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
@@ -83,6 +85,7 @@ impl Family {
         Family::Pack,
         Family::Split,
         Family::BackwardFa2,
+        Family::BackwardHopper,
         Family::BackwardFa1,
         Family::BackwardStandard,
         Family::Ceilings,
@@ -101,6 +104,7 @@ impl Family {
             Family::Pack => "pack",
             Family::Split => "split",
             Family::BackwardFa2 => "backward-fa2",
+            Family::BackwardHopper => "backward-hopper",
             Family::BackwardFa1 => "backward-fa1",
             Family::BackwardStandard => "backward-standard",
             Family::Ceilings => "ceilings",
@@ -132,6 +136,16 @@ impl Family {
                     include_str!("backward/rows.cu")
                 ),
                 include_str!("backward/fa2.rs"),
+            ),
+            Family::BackwardHopper => (
+                concat!(
+                    include_str!("backward/common.cu"),
+                    "\n",
+                    include_str!("wgmma.cu"),
+                    "\n",
+                    include_str!("backward/hopper.cu")
+                ),
+                include_str!("backward/hopper.rs"),
             ),
             Family::BackwardFa1 => (
                 concat!(
@@ -422,7 +436,8 @@ impl Variant {
 
     /// Whether `arch` has its instructions: `sm_90a` has some that `sm_90` and PTX do not.
     pub fn compiles_for(&self, arch: &str) -> bool {
-        let hopper = self.family == Family::Hopper || self.entry == "tw_ceiling_wgmma";
+        let hopper = matches!(self.family, Family::Hopper | Family::BackwardHopper)
+            || self.entry == "tw_ceiling_wgmma";
         !hopper || arch.ends_with("90a")
     }
 
@@ -552,6 +567,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                             ..spec
                         };
                         add(fa2::variant(&state, limit, true));
+                    }
+                    for part in backward::hopper::variants(&spec, limit, compute) {
+                        add(Some(part));
                     }
                     if spec.score != Score::Modified {
                         add(fa1::variant(&spec, limit));
@@ -769,7 +787,10 @@ mod tests {
     fn every_family_is_built_and_warpgroups_for_hopper_alone() {
         let all = list(90, &Selection::default());
         for variant in &all {
-            let wgmma = matches!(variant.entry, "tw_ceiling_wgmma" | "tw_hopper");
+            let wgmma = matches!(
+                variant.entry,
+                "tw_ceiling_wgmma" | "tw_hopper" | "tw_bwd_hopper"
+            );
             assert!(variant.compiles_for("sm_90a"));
             for other in ["sm_90", "compute_90", "sm_80", "sm_120"] {
                 assert_eq!(variant.compiles_for(other), !wgmma, "{}", variant.name);

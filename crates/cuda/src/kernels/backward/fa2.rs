@@ -272,6 +272,16 @@ pub fn store_dq(spec: &Spec, limit: u32, compute: i32) -> Option<Variant> {
 }
 
 impl Tile {
+    /// The layout of dQ's sums that eight warps make in blocks of `rows` rows, `over` rows and columns.
+    pub(super) fn of_sums(rows: u32, over: (u32, u32)) -> Tile {
+        Tile {
+            warps: 8,
+            bm: rows,
+            q: over,
+            ..PLAIN
+        }
+    }
+
     /// Query rows a block of dQ's sums.
     pub fn rows(&self) -> u32 {
         self.bm

@@ -1,9 +1,10 @@
-//! The backward kernels: FlashAttention-2's, and the two it is measured against.
+//! The backward kernels: FlashAttention-2's, the same on Hopper, and the two it is measured against.
 
 use super::{Spec, Variant};
 
 pub mod fa1;
 pub mod fa2;
+pub mod hopper;
 pub mod standard;
 
 /// Every kernel of `standard` and `fa1` that `spec` may need.

@@ -1,0 +1,85 @@
+//! Host side of `kernels/backward/hopper.cu`.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use tilewise_core::{DType, Problem, Result};
+
+use crate::backend::CudaBackend;
+use crate::hopper::{map, possible, walkable};
+use crate::kernels::backward::hopper::{self, Tile};
+use crate::kernels::{Spec, Variant, pad};
+use crate::ops;
+use crate::raw::{BackwardArgs, BackwardHopperArgs};
+
+/// The kernel that serves `spec` on this device, if it is this family's; see
+/// [`serves`](crate::hopper::serves) of the forward pass.
+pub(super) fn serves(
+    backend: &CudaBackend,
+    problem: &Problem,
+    spec: &Spec,
+    dq: bool,
+) -> Result<Option<(Variant, Tile)>> {
+    let dims = problem.dims();
+    let widest = dims.head_dim.max(dims.head_dim_v);
+    // The copy engine knows no rows without a column.
+    let served = pad(widest).is_some() && dims.head_dim.min(dims.head_dim_v) > 0;
+    if !served || !possible(backend) {
+        return Ok(None);
+    }
+    let (limit, compute) = (backend.shared_limit(), backend.compute());
+    let Some(kernel) = hopper::gradients(spec, limit, compute, dq) else {
+        return Ok(None);
+    };
+    let found = backend.modules().serves(&kernel.0)?;
+    Ok(found.then_some(kernel))
+}
+
+/// Most columns that a row of dQ's sums has for `problem`.
+pub(crate) fn sum_columns(backend: &CudaBackend, problem: &Problem) -> u64 {
+    let dims = problem.dims();
+    let padded = |head_dim| pad(head_dim).unwrap_or(0);
+    let own = padded(dims.head_dim);
+    let spec = Spec {
+        padded_v: padded(dims.head_dim_v),
+        ..Spec::plain(problem.dtype(), own)
+    };
+    let hopper = hopper::tile(&spec).filter(|_| possible(backend));
+    u64::from(hopper.map_or(own, |tile| tile.columns(own)))
+}
+
+/// The gradients of dense sequences of one length: `all` names tensors with aligned rows; `batch` entries,
+/// rows and keys are those it says.
+pub(super) fn run(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    mut all: BackwardArgs,
+    dtype: DType,
+    (variant, tile): &(Variant, Tile),
+) -> Result<()> {
+    let forward = &mut all.forward;
+    let [b, sq, sk] = [forward.batch, forward.sq, forward.sk].map(|n| n as usize);
+    let [d, dv] = [forward.d, forward.dv].map(|n| n as usize);
+    let (heads, kv_heads) = (forward.heads as usize, all.kv_heads as usize);
+    let mut anew = Vec::new();
+    let mut mapped = |name, tensor, shape: [usize; 4], rows| {
+        let (tensor, memory) = walkable(backend, stream, tensor, shape, dtype)?;
+        anew.extend(memory);
+        map(name, &tensor, shape, dtype, rows)
+    };
+    let q = mapped("q", forward.q, [b, heads, sq, d], tile.rows)?;
+    let k = mapped("k", forward.k, [b, kv_heads, sk, d], tile.keys)?;
+    let v = mapped("v", forward.v, [b, kv_heads, sk, dv], tile.keys)?;
+    let dout = mapped("dout", all.dout, [b, heads, sq, dv], tile.rows)?;
+    let args = BackwardHopperArgs {
+        q,
+        k,
+        v,
+        dout,
+        backward: all,
+    };
+    let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
+    ops::launch(backend, stream, variant, (blocks, 1), &args)?;
+    drop(anew);
+    Ok(())
+}

@@ -1,0 +1,200 @@
+//! Tiles and launches of `backward/hopper.cu`.
+
+use tilewise_core::DType;
+
+use super::super::hopper::COMPUTE;
+use super::super::{Family, Score, Spec, Variant};
+use super::fa2;
+
+/// How a block of `tw_bwd_hopper` is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Widest head_dim it is for.
+    up_to: u32,
+    /// Query rows a step.
+    pub rows: u32,
+    /// Keys a block.
+    pub keys: u32,
+    /// Tiles of Q and of dO in shared memory.
+    stages: (u32, u32),
+    /// Warpgroups share the columns of the gradients, not the keys.
+    wide: bool,
+    /// dV is begun before dP is awaited.
+    early: bool,
+}
+
+/// Warpgroups that multiply; one more brings the tiles.
+const GROUPS: u32 = 2;
+
+/// Threads a block.
+const THREADS: u32 = (GROUPS + 1) * 128;
+
+/// Registers a thread of the warpgroup that brings tiles, and of the others: all of a multiprocessor.
+const REGISTERS: [u32; 2] = [24, 240];
+
+/// By measurement on an H200.
+const TILES: [Tile; 3] = [
+    Tile {
+        up_to: 64,
+        rows: 64,
+        keys: 128,
+        stages: (2, 2),
+        wide: false,
+        early: true,
+    },
+    Tile {
+        up_to: 128,
+        rows: 64,
+        keys: 128,
+        stages: (2, 2),
+        wide: false,
+        early: false,
+    },
+    Tile {
+        up_to: 256,
+        rows: 64,
+        keys: 64,
+        stages: (2, 2),
+        wide: true,
+        early: false,
+    },
+];
+
+impl Tile {
+    /// Columns that `padded` ones take in shared memory and in dQ's sums: TP and TV in `hopper.cu`.
+    pub fn columns(&self, padded: u32) -> u32 {
+        padded.next_multiple_of(if self.wide { 128 } else { 64 })
+    }
+
+    /// Shared memory of a block in bytes, with or without dQ: K, V, the rings, what passes through of P
+    /// and dS, L and Δ, barriers.
+    fn shared(&self, spec: &Spec, dq: bool) -> u32 {
+        let [k, v] = [spec.padded, spec.padded_v].map(|padded| self.columns(padded) * 2);
+        let (q, go) = self.stages;
+        let strips = match (self.wide, dq) {
+            (true, _) => 2,
+            (false, true) => 1,
+            (false, false) => 0,
+        };
+        self.keys * (k + v)
+            + self.rows * (q * k + go * v)
+            + 2 * strips * self.keys * self.rows * 2
+            + (q + go) * self.rows * 4
+            + 16
+            + (q + go) * 16
+    }
+
+    /// `spec` with dQ's sums as wide as this tile's.
+    pub fn laid(&self, spec: &Spec) -> Spec {
+        Spec {
+            padded: self.columns(spec.padded),
+            ..*spec
+        }
+    }
+
+    /// dQ's sums as this tile lays them, to dq: blocks of 64 rows, of which each of four warps has sixteen
+    /// and each of two warpgroups half the columns.
+    pub fn store_dq(&self, spec: &Spec) -> Variant {
+        fa2::Tile::of_sums(self.rows, (4, 2)).store_dq(&self.laid(spec), COMPUTE)
+    }
+}
+
+/// The tile for `spec`, where this family serves it. Whether it does depends on neither lengths nor
+/// batch, so no bit does.
+pub fn tile(spec: &Spec) -> Option<Tile> {
+    let served = matches!(spec.dtype, DType::F16 | DType::BF16)
+        && spec.score == Score::Folded
+        && !spec.dropout
+        && spec.aligned;
+    let widest = spec.padded.max(spec.padded_v);
+    TILES
+        .into_iter()
+        .find(|tile| served && widest <= tile.up_to)
+}
+
+/// The gradients for `spec`, without `dq` only those of k and v, on a device of compute capability
+/// `compute` with `limit` bytes of shared memory a block; `None` where `fa2.cu` is to serve.
+pub fn gradients(spec: &Spec, limit: u32, compute: i32, dq: bool) -> Option<(Variant, Tile)> {
+    let tile = tile(spec).filter(|tile| compute == COMPUTE && tile.shared(spec, dq) <= limit)?;
+    let variant = Variant::new(
+        Family::BackwardHopper,
+        "tw_bwd_hopper",
+        spec,
+        &[
+            ("BM", tile.rows as i32),
+            ("BN", tile.keys as i32),
+            ("QST", tile.stages.0 as i32),
+            ("DST", tile.stages.1 as i32),
+            ("DQ", i32::from(dq)),
+            ("WIDE", i32::from(tile.wide)),
+            ("EARLY", i32::from(tile.early)),
+            ("GIVE", REGISTERS[0] as i32),
+            ("TAKE", REGISTERS[1] as i32),
+        ],
+        THREADS,
+        tile.shared(spec, dq),
+    );
+    Some((variant, tile))
+}
+
+/// Every kernel that `spec` may need where this family serves it, `fa2::dq` excepted.
+pub fn variants(spec: &Spec, limit: u32, compute: i32) -> Vec<Variant> {
+    let both = [true, false].map(|dq| gradients(spec, limit, compute, dq));
+    let Some((_, tile)) = both[0] else {
+        return Vec::new();
+    };
+    let mut all: Vec<_> = both.into_iter().flatten().map(|found| found.0).collect();
+    all.push(tile.store_dq(spec));
+    all.extend(fa2::prepare(&tile.laid(spec), limit, compute));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::{Mask, PADDED, shared_limit};
+    use super::*;
+
+    #[test]
+    fn tiles_fit_hopper() {
+        let [give, take] = REGISTERS;
+        // setmaxnreg takes multiples of 8 from 24 to 256, and gives out what the launch starts with.
+        for n in [give, take] {
+            assert!(n % 8 == 0 && (24..=256).contains(&n));
+        }
+        let launched = 65536 / THREADS / 8 * 8 * THREADS;
+        assert!((give + GROUPS * take) * 128 <= launched);
+        for tile in TILES {
+            let spec = Spec::plain(DType::F16, tile.up_to);
+            assert!(tile.shared(&spec, true) <= shared_limit(COMPUTE));
+            // Panels start at multiples of 1024 bytes, and sixteen keys or rows are one step of a product.
+            assert_eq!(tile.rows, 64);
+            assert_eq!(fa2::ROW_PADDING % tile.rows as usize, 0);
+            assert_eq!(tile.keys, if tile.wide { 64 } else { GROUPS * 64 });
+            // A tile's last products must not wait for a tile that waits for them.
+            assert!(!tile.wide || tile.stages.1 > 1);
+        }
+    }
+
+    #[test]
+    fn halves_are_served_on_hopper_alone() {
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            for padded in PADDED {
+                for mask in Mask::ALL {
+                    let spec = Spec {
+                        mask,
+                        ..Spec::plain(dtype, padded)
+                    };
+                    let of = |compute| variants(&spec, shared_limit(compute), compute).len();
+                    let served = dtype != DType::F32;
+                    assert_eq!(of(COMPUTE), if served { 4 } else { 0 });
+                    assert_eq!(of(80) + of(100) + of(120), 0);
+                    let strided = Spec {
+                        aligned: false,
+                        ..spec
+                    };
+                    assert!(tile(&strided).is_none());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! `backward/hopper.cu` and, on the same device, `backward/fa2.cu`. Elsewhere the same tests run the
+//! portable kernels alone.
+
+use tilewise_cuda::CudaOptions;
+
+use super::*;
+
+/// What the two families have of their own.
+const BOTH: &[(Algorithm, Sums)] = &[
+    (Algorithm::Fa2, Sums::Atomic),
+    (Algorithm::Fa2, Sums::Ordered),
+];
+
+/// The first GPU with kernels that every chip can run.
+fn portable(test: &str) -> Option<CudaBackend> {
+    gpu(test)?;
+    let options = CudaOptions {
+        portable: Some(true),
+        ..CudaOptions::default()
+    };
+    Some(CudaBackend::with(options).unwrap())
+}
+
+#[test]
+fn the_portable_kernels_equal_the_definition_too() {
+    let Some(backend) = portable("the_portable_kernels_equal_the_definition_too") else {
+        return;
+    };
+    for d in [64, 128, 256] {
+        for options in masks() {
+            let shape = sizes([1, 4, 2], [137, 180], d);
+            Setting::<bf16>::new(shape, options, Parts::default(), d as u64)
+                .check(&backend, BOTH)
+                .unwrap();
+        }
+    }
+}
+
+/// Tiles of 64 rows, of 128 or of 64 keys: lengths at their edges and far from them.
+#[test]
+fn tiles_end_anywhere() {
+    let Some(backend) = gpu("tiles_end_anywhere") else {
+        return;
+    };
+    for d in [64, 128, 256] {
+        for lengths in [
+            [1, 1],
+            [63, 129],
+            [65, 127],
+            [128, 128],
+            [513, 64],
+            [40, 700],
+        ] {
+            for options in masks() {
+                let shape = sizes([1, 2, 1], lengths, d);
+                Setting::<bf16>::new(shape, options, Parts::default(), 1)
+                    .check(&backend, BOTH)
+                    .unwrap();
+            }
+        }
+    }
+}
+
+/// Panels of 64 columns that are not full, and sides of different widths.
+#[test]
+fn head_dims_need_not_fill_the_panels() {
+    let Some(backend) = gpu("head_dims_need_not_fill_the_panels") else {
+        return;
+    };
+    for pair in [
+        [8, 8],
+        [48, 48],
+        [72, 72],
+        [96, 96],
+        [64, 128],
+        [128, 64],
+        [192, 128],
+        [160, 160],
+        [24, 200],
+    ] {
+        let [d, dv] = pair;
+        let shape = Sizes {
+            dv,
+            ..sizes([2, 4, 2], [150, 131], d)
+        };
+        for causal in [false, true] {
+            let options = Options::new().causal(causal);
+            Setting::<f16>::new(shape, options, Parts::default(), 3)
+                .check(&backend, BOTH)
+                .unwrap();
+        }
+    }
+}
+
+/// The copy engine knows no row stride of 0 and none that goes back.
+#[test]
+fn strides_that_the_copy_engine_does_not_know() {
+    let Some(backend) = gpu("strides_that_the_copy_engine_does_not_know") else {
+        return;
+    };
+    let setting = Setting::<bf16>::new(
+        sizes([2, 4, 2], [70, 150], 64),
+        Options::new().causal(true),
+        Parts::default(),
+        2,
+    );
+    let (wide, narrow) = ([2, 4, 70, 64], [2, 2, 150, 64]);
+    // Keys from last to first, one row of values for all, queries of the second head for every head.
+    let k = TensorView::from_strides(
+        &setting.k,
+        narrow,
+        [2 * 150 * 64, 150 * 64, -64, 1],
+        149 * 64,
+    );
+    let v = TensorView::from_strides(&setting.v, narrow, [2 * 150 * 64, 150 * 64, 0, 1], 64);
+    let q = TensorView::from_strides(&setting.q, wide, [4 * 70 * 64, 0, 64, 1], 70 * 64);
+    let inputs = Inputs::new(q.unwrap(), k.unwrap(), v.unwrap());
+    let problem = Problem::new(&inputs, &setting.options).unwrap();
+    let (mut out, mut lse) = (vec![bf16::ZERO; setting.q.len()], vec![0f32; 2 * 4 * 70]);
+    schedule::forward(
+        Algorithm::Fa2,
+        &problem,
+        &inputs,
+        BlockSizes::new(64, 64).unwrap(),
+        &mut NoObserver,
+        TensorViewMut::bhsd(&mut out, wide).unwrap(),
+        Some(TensorViewMut::bhs(&mut lse, [2, 4, 70]).unwrap()),
+    )
+    .unwrap();
+    let given = BackwardInputs::new(
+        inputs,
+        TensorView::bhsd(&out, wide).unwrap(),
+        TensorView::bhsd(&lse, [2, 4, 70, 1]).unwrap(),
+        TensorView::bhsd(&setting.dout, wide).unwrap(),
+    );
+    let judge = GradientJudge::new(&problem, &given);
+    for &(algorithm, sums) in BOTH {
+        let backend = backend.clone().sums(sums);
+        let mut gradients = run(&backend, &setting.options, &given, algorithm).unwrap();
+        for found in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+            assert!(found.pass, "{sums:?} {found:?}");
+        }
+    }
+}
