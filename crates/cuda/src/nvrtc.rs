@@ -13,6 +13,9 @@ use crate::probe::symbol;
 /// The setting that names the library or its folder.
 pub const SETTING: &str = "TILEWISE_NVRTC";
 
+/// Where to get one.
+const REMEDY: &str = "pip install nvidia-cuda-nvrtc brings it; no GPU is needed";
+
 type Program = *mut c_void;
 
 /// An open NVRTC.
@@ -85,7 +88,7 @@ impl Nvrtc {
         if let Some(place) = named {
             let file = if place.is_dir() {
                 library_in(&place)
-                    .ok_or_else(|| format!("no NVRTC: none in {}", place.display()))?
+                    .ok_or_else(|| format!("no NVRTC: none in {} ({REMEDY})", place.display()))?
             } else {
                 place
             };
@@ -108,7 +111,7 @@ impl Nvrtc {
         }
         Err(format!(
             "no NVRTC: neither on the loader's path nor in a CUDA toolkit or Python environment; \
-             set {SETTING} to the library or its folder"
+             {SETTING} names the library or its folder ({REMEDY})"
         ))
     }
 

@@ -311,9 +311,7 @@ fn score_bytes(variant: &Variant) -> Option<u32> {
 
 pub(super) fn inspect(args: &InspectArgs) -> Result<Report> {
     let compute = args.compute()?;
-    let nvrtc = Nvrtc::find(None).map_err(|reason| {
-        anyhow!("{reason} (pip install nvidia-cuda-nvrtc brings it; no GPU is needed)")
-    })?;
+    let nvrtc = Nvrtc::find(None).map_err(anyhow::Error::msg)?;
     let tool = sass::find(Some(nvrtc.path()));
     let folder = match &args.keep {
         Some(folder) => Folder::Kept(folder.clone()),

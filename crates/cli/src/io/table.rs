@@ -315,6 +315,7 @@ fn over_n(text: &mut String, report: &Report) {
         grid.row(&cells);
     }
     text.push_str(&grid.render());
+    text.push_str("  *: algorithms that fall on one place of the axis\n");
     if timed {
         let said = format!(
             "  time: the longer of the bytes at {} GB/s and the products at {} GFLOP/s{}",
