@@ -171,3 +171,64 @@ fn the_readmes_commands_run() {
     }
     assert!(ran >= 4, "{ran}");
 }
+
+/// How a heading is linked to.
+fn slug(heading: &str) -> String {
+    let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
+    let kept: String = heading.to_lowercase().chars().filter(kept).collect();
+    kept.replace(' ', "-")
+}
+
+/// The text under the heading that `anchor` names, up to the next one.
+fn section<'a>(document: &'a str, anchor: &str) -> &'a str {
+    let mut parts = document.split("\n#").skip(1);
+    let part = parts.find(|part| {
+        let heading = part.lines().next().unwrap_or_default();
+        slug(heading.trim_start_matches(['#', ' '])) == anchor
+    });
+    part.unwrap_or_else(|| panic!("docs/PERFORMANCE.md has no heading #{anchor}"))
+}
+
+/// Numbers with decimals, as they stand.
+fn decimals(text: &str) -> Vec<&str> {
+    text.split(|c: char| !c.is_ascii_digit() && c != '.')
+        .map(|word| word.trim_matches('.'))
+        .filter(|word| word.contains('.') && word.parse::<f64>().is_ok())
+        .collect()
+}
+
+/// Every ratio of the summary of docs/PERFORMANCE.md is, rounded, in the section that it links to: a table
+/// made anew takes its summary along.
+#[test]
+fn the_summary_of_performance_is_what_its_tables_say() {
+    let document = document("docs/PERFORMANCE.md");
+    let mut found = String::new();
+    let mut checked = 0;
+    for row in section(&document, "in-short").lines().skip(3) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        if cells.len() < 6 || cells[4].starts_with("---") || cells[4].starts_with("ratio") {
+            continue;
+        }
+        // A row without a link is of the section above.
+        if let Some((_, link)) = cells[5].split_once("(#") {
+            let text = section(&document, link.trim_end_matches(')'));
+            // Means and extremes have lines of their own under most tables.
+            let summed = |line: &&str| line.contains("least");
+            found = text.lines().filter(summed).collect::<Vec<_>>().join("\n");
+            if found.is_empty() {
+                found = text.into();
+            }
+        }
+        for ratio in decimals(cells[4]) {
+            let wanted: f64 = ratio.parse().unwrap();
+            let near = |number: &&str| (number.parse::<f64>().unwrap() - wanted).abs() < 0.0051;
+            let stands = decimals(&found).iter().any(near);
+            assert!(
+                stands,
+                "{ratio} of \"{row}\" is not in the section it links to"
+            );
+            checked += 1;
+        }
+    }
+    assert!(checked > 40, "{checked}");
+}
