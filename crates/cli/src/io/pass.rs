@@ -85,9 +85,10 @@ mod tests {
         };
         for variant in list(90, &Selection::default()) {
             let pass = match variant.family {
-                Family::BackwardFa1 | Family::BackwardFa2 | Family::BackwardStandard => {
-                    Pass::Backward
-                }
+                Family::BackwardFa1
+                | Family::BackwardFa2
+                | Family::BackwardHopper
+                | Family::BackwardStandard => Pass::Backward,
                 // They lay inputs out, keep running states and measure the chip.
                 Family::Pack | Family::State | Family::Ceilings => continue,
                 _ => Pass::Forward,
