@@ -25,6 +25,7 @@ pub mod memory;
 mod output;
 mod peer_worker;
 mod random;
+mod reasons;
 mod report;
 mod run;
 mod shapes;

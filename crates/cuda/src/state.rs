@@ -139,16 +139,8 @@ impl CudaBackend {
             ("k", &block.k, wide),
             ("v", &block.v, wide_v),
         ] {
-            if view.dtype() != problem.dtype() {
-                return Err(wrong_dtype(name, problem.dtype(), view.dtype()));
-            }
-            if view.shape() != shape {
-                return Err(Error::shape(
-                    name,
-                    format!("{shape:?}"),
-                    format!("{:?}", view.shape()),
-                ));
-            }
+            ops::expect_dtype(name, view.dtype(), problem.dtype())?;
+            Error::expect_shape(name, view.shape(), shape)?;
         }
         if block
             .first_key
@@ -196,13 +188,7 @@ impl CudaBackend {
     ) -> Result<()> {
         let dims = *state.problem.dims();
         let others = other.problem.dims();
-        if dims.out_shape() != others.out_shape() {
-            return Err(Error::shape(
-                "state",
-                format!("{:?}", dims.out_shape()),
-                format!("{:?}", others.out_shape()),
-            ));
-        }
+        Error::expect_shape("state", others.out_shape(), dims.out_shape())?;
         if state.rows() == 0 {
             return Ok(());
         }

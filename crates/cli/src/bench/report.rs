@@ -9,9 +9,10 @@ use tilewise::{DType, Problem};
 use super::ceilings::Ceiling;
 use crate::args::select::Lane;
 use crate::environment::Environment;
+use crate::reasons::{self, Outcome};
 use crate::shapes::Shape;
 use crate::stats::Samples;
-use crate::ui::{Grid, plain, significant};
+use crate::ui::{self, Grid, plain, significant};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
@@ -295,27 +296,15 @@ impl Report {
     }
 
     fn tail(&self) -> String {
-        let mut text = String::new();
-        let mut said = Vec::new();
-        for row in &self.results {
-            let Some(reason) = &row.reason else { continue };
-            // A backend that is not here skips everything for one reason: said once.
-            let everything = self
-                .results
-                .iter()
-                .filter(|other| other.backend == row.backend)
-                .all(|other| other.reason.as_ref() == Some(reason));
-            let line = if everything {
-                format!("{} skipped: {reason}\n", row.backend)
-            } else {
-                format!("{} {} skipped: {reason}\n", row.backend, row.algorithm)
-            };
-            if !said.contains(&line) {
-                text.push_str(&line);
-                said.push(line);
-            }
-        }
-        text
+        let outcomes = self.results.iter().map(|row| Outcome {
+            backend: &row.backend,
+            algorithm: row.algorithm,
+            here: row.isa.is_some(),
+            how: "skipped",
+            reason: row.reason.as_deref(),
+        });
+        let lines = reasons::lines(outcomes);
+        lines.iter().map(|line| ui::wrap(line, 2)).collect()
     }
 
     /// Problem, type and threads stand above the rows that they are the same for: a terminal has no room

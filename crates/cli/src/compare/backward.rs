@@ -19,6 +19,7 @@ use crate::facts::ProblemFacts;
 use crate::input::Loaded;
 use crate::output::Outputs;
 use crate::random;
+use crate::reasons::{self, Outcome};
 use crate::stats::{self, Samples};
 use crate::ui::{self, Grid, Tone, plain, scientific, significant};
 
@@ -270,13 +271,9 @@ fn run<T: Element>(
 
 fn render(report: &Report) -> String {
     let mut text = String::new();
+    let (inputs, environment) = (&report.inputs, &report.environment);
+    super::table::subject(&mut text, inputs, &report.problem, environment);
     // Writing to a String cannot fail.
-    let _ = writeln!(text, "{}", report.inputs.join(" "));
-    let _ = writeln!(text, "  {}", report.problem.sizes());
-    let _ = writeln!(text, "  {}", report.problem.options());
-    for device in &report.environment.backends {
-        let _ = writeln!(text, "  {}: {}", device.name, device.device);
-    }
     let _ = writeln!(
         text,
         "  reference: the naive gradients in f64; gradient at o: {}\n",
@@ -331,20 +328,15 @@ fn render(report: &Report) -> String {
         text.push_str(&costs.render());
     }
     let mut notes = report.notes.clone();
+    let outcomes = report.results.iter().map(|row| Outcome {
+        backend: &row.backend,
+        algorithm: row.algorithm,
+        here: row.isa.is_some(),
+        how: row.status,
+        reason: row.reason.as_deref(),
+    });
+    notes.extend(reasons::lines(outcomes));
     for row in &report.results {
-        if let Some(reason) = &row.reason {
-            // A backend that is not here skips all its algorithms for one reason: said once.
-            let own = |other: &&Row| other.backend == row.backend;
-            let mut rows = report.results.iter().filter(own);
-            let name = match rows.all(|other| other.reason == row.reason) {
-                true => row.backend.clone(),
-                false => format!("{} {}", row.backend, row.algorithm),
-            };
-            let note = format!("{name} {}: {reason}", row.status);
-            if !notes.contains(&note) {
-                notes.push(note);
-            }
-        }
         for gradient in row.gradients.iter().filter(|gradient| !gradient.pass) {
             notes.push(format!(
                 "{} {}: {} farthest off at {:?}",
@@ -355,6 +347,6 @@ fn render(report: &Report) -> String {
             ));
         }
     }
-    super::table::notes_below(&mut text, notes, &report.environment);
+    super::table::notes_below(&mut text, notes, environment);
     text
 }

@@ -4,6 +4,8 @@ use std::fmt::Write;
 
 use super::report::{FileResult, Report, ResultRow, Status};
 use crate::environment::Environment;
+use crate::facts::ProblemFacts;
+use crate::reasons::{self, Outcome};
 use crate::ui::{self, Grid, Tone, plain, scientific, significant};
 
 /// Columns that are aligned left: backend, algorithm, instruction set.
@@ -47,13 +49,7 @@ pub(super) fn render(report: &Report) -> String {
 }
 
 fn head(text: &mut String, report: &Report) {
-    // Writing to a String cannot fail.
-    let _ = writeln!(text, "{}", report.inputs.join(" "));
-    let _ = writeln!(text, "  {}", report.problem.sizes());
-    let _ = writeln!(text, "  {}", report.problem.options());
-    for device in &report.environment.backends {
-        let _ = writeln!(text, "  {}: {}", device.name, device.device);
-    }
+    subject(text, &report.inputs, &report.problem, &report.environment);
     let rows = report.reference_rows;
     let which = if rows.checked == rows.total {
         format!("all {} rows", rows.total)
@@ -63,26 +59,38 @@ fn head(text: &mut String, report: &Report) {
             rows.checked, rows.total
         )
     };
+    // Writing to a String cannot fail.
     let _ = writeln!(text, "  reference: the naive definition in f64, {which}\n");
+}
+
+/// What is compared, and on what.
+pub(super) fn subject(
+    text: &mut String,
+    inputs: &[String],
+    problem: &ProblemFacts,
+    environment: &Environment,
+) {
+    let _ = writeln!(text, "{}", inputs.join(" "));
+    let _ = writeln!(text, "  {}", problem.sizes());
+    let _ = writeln!(text, "  {}", problem.options());
+    for device in &environment.backends {
+        let _ = writeln!(text, "  {}: {}", device.name, device.device);
+    }
 }
 
 fn tail(text: &mut String, report: &Report) {
     let mut notes: Vec<String> = report.notes.clone();
-    for row in &report.results {
-        let name = match row.status {
-            // A backend that is not here skips all its algorithms for one reason: said once.
-            Status::Skipped if row.isa.is_none() && unavailable(report, row) => row.backend.clone(),
-            _ => format!("{} {}", row.backend, row.algorithm),
-        };
-        let note = match (row.status, &row.reason) {
-            (Status::Skipped, Some(reason)) => format!("{name} skipped: {reason}"),
-            (Status::Failed, Some(reason)) => format!("{name} failed: {reason}"),
-            _ => continue,
-        };
-        if !notes.contains(&note) {
-            notes.push(note);
-        }
-    }
+    let outcomes = report.results.iter().map(|row| Outcome {
+        backend: &row.backend,
+        algorithm: row.algorithm,
+        here: row.isa.is_some(),
+        how: match row.status {
+            Status::Failed => "failed",
+            _ => "skipped",
+        },
+        reason: row.reason.as_deref().filter(|_| row.status != Status::Ok),
+    });
+    notes.extend(reasons::lines(outcomes));
     for row in report.results.iter().filter(|row| row.pass == Some(false)) {
         // Without one, nothing could be judged, and a note says so already.
         if let Some(worst) = row.worst {
@@ -113,15 +121,6 @@ pub(super) fn notes_below(text: &mut String, mut notes: Vec<String>, environment
     for note in notes {
         text.push_str(&ui::wrap(&note, 2));
     }
-}
-
-/// Whether all rows of this row's backend are skipped for the same reason.
-fn unavailable(report: &Report, row: &ResultRow) -> bool {
-    report
-        .results
-        .iter()
-        .filter(|other| other.backend == row.backend)
-        .all(|other| other.status == Status::Skipped && other.reason == row.reason)
 }
 
 fn verdict(pass: Option<bool>) -> (String, Tone) {
