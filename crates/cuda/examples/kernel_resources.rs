@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tilewise_core::DType;
 use tilewise_cuda::kernels::{
-    Mask, Score, Selection, Spec, Variant, compute_of, fa2, fa2_wide, list, shared_limit, standard,
+    Mask, Score, Selection, Spec, Variant, backward, compute_of, fa2, fa2_wide, list, shared_limit,
+    standard,
 };
 use tilewise_cuda::nvrtc::Nvrtc;
 
@@ -70,7 +71,8 @@ fn chosen(arch: &str) -> Vec<Variant> {
                 if has("bwd-hopper") {
                     return causal && has("-bf16-") && has("-dq1-");
                 }
-                return causal && (both && has("-dq1-") || has("bwd-dq-bf16-d128-"));
+                let narrow = both && has("-dq1-") || has("bwd-dq-bf16-d128-");
+                return causal && (narrow || has("bwd-wide-"));
             }
             if name.starts_with("decode") {
                 let plain = plain && !has("-modified");
@@ -129,6 +131,10 @@ fn with_options(compute: i32) -> Vec<Variant> {
             fa2_wide::tile(dtype, 512),
             limit,
         ));
+    }
+    let spec = wide(DType::BF16);
+    if let Some(cut) = backward::wide::cut(&spec, [512, 512], limit) {
+        found.extend([Some(cut.keys), Some(cut.rows)]);
     }
     found.extend(standard::variants(&all, limit, 1 << 20));
     found.into_iter().flatten().collect()

@@ -10,7 +10,7 @@ use tilewise_core::{Algorithm, DType, Error, Problem, Result, Sequence};
 use crate::backend::{CudaBackend, device_zeros};
 use crate::error::{driver, unsupported};
 use crate::kernels::backward::standard::{self, Part};
-use crate::kernels::backward::{fa1, fa2};
+use crate::kernels::backward::{fa1, fa2, wide, widths};
 use crate::kernels::{self, Mask, Spec, Variant, pad};
 use crate::ops::{DeviceInputs, check_lengths, scratch};
 use crate::ops::{Plan, address, expect_dtype, launch, missing, pairs_per_group, plan};
@@ -26,7 +26,8 @@ pub enum Sums {
     #[default]
     Ordered,
     /// In device memory, as blocks of keys come to it: faster, and the last bits of dq change from
-    /// run to run. Those of the other gradients do not.
+    /// run to run. Those of the other gradients do not. Only of `fa2` and up to head_dim 256; the rest
+    /// is as [`Sums::Ordered`] says.
     Atomic,
 }
 
@@ -77,8 +78,11 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
         other => return refuse(format!("dtype {other}")),
     }
     let widest = dims.head_dim.max(dims.head_dim_v);
-    if pad(widest).is_none() || dims.head_dim_v == 0 {
-        return refuse(format!("head_dim {widest} (1 to 256)"));
+    if pad(widest).is_none() && algorithm.resolve() == Algorithm::Fa1 {
+        return refuse(format!("head_dim {widest} (at most 256)"));
+    }
+    if dims.head_dim_v == 0 {
+        return refuse("head_dim_v 0".into());
     }
     check_lengths(problem, algorithm)
 }
@@ -89,9 +93,10 @@ pub(crate) fn by_warpgroups(
     problem: &Problem,
     algorithm: Algorithm,
 ) -> bool {
-    let Ok(Plan { mut spec, .. }) = plan(problem, 0, problem.dims().seqlen_k) else {
+    let Ok(Plan { spec, .. }) = plan(problem, 0, problem.dims().seqlen_k) else {
         return false;
     };
+    let mut spec = widths(&spec);
     spec.mask = sequences::mask(problem);
     algorithm.resolve() == Algorithm::Fa2
         && matches!(hopper::serves(backend, problem, &spec, true), Ok(Some(_)))
@@ -107,12 +112,15 @@ pub(crate) fn workspace_bytes(
 ) -> u64 {
     let dims = problem.dims();
     let budget = backend.standard_budget();
-    let in_memory = 4 * hopper::sum_columns(backend, problem);
-    // L and Δ; the sums of dQ; FA1's m and 1/ℓ.
+    let in_memory = match is_wide(problem) {
+        false => 4 * hopper::sum_columns(backend, problem),
+        true => 0,
+    };
+    // L, Δ and marks; the sums of dQ; FA1's m and 1/ℓ.
     let row = match (algorithm.resolve(), sums) {
-        (Algorithm::Fa1, _) => 8 + in_memory + 8,
-        (Algorithm::Fa2, Sums::Atomic) => 8 + in_memory,
-        _ => 8,
+        (Algorithm::Fa1, _) => 9 + in_memory + 8,
+        (Algorithm::Fa2, Sums::Atomic) => 9 + in_memory,
+        _ => 9,
     };
     let batch = if is_dense(problem) { dims.batch } else { 1 };
     let bytes = |sequence: &Sequence| {
@@ -124,9 +132,15 @@ pub(crate) fn workspace_bytes(
             }
             _ => 0,
         };
-        rows * batch as u64 * dims.num_heads as u64 * row + matrices
+        let keys = (batch * dims.num_kv_heads) as u64 * marks_of_keys(sequence.seqlen_k);
+        rows * batch as u64 * dims.num_heads as u64 * row + keys + matrices
     };
     problem.sequences().iter().map(bytes).max().unwrap_or(0)
+}
+
+/// Bytes of the marks of one head's keys, one of four bytes for sixteen.
+fn marks_of_keys(seqlen_k: usize) -> u64 {
+    seqlen_k.div_ceil(128) as u64 * 32
 }
 
 /// How `standard` cuts a sequence: (batch, KV head) pairs at a time, bytes of the matrices of one
@@ -140,6 +154,12 @@ fn matrices(problem: &Problem, sequence: &Sequence, batch: usize, budget: u64) -
     let most = (batch * dims.num_kv_heads).max(1) as u64;
     let pairs = budget / (pair * group).max(1);
     (pairs.clamp(1, most.min(65_535 / group).max(1)), pair, ld)
+}
+
+/// Whether rows come in slices: of `fa2`, which then has no dQ in memory, and of `standard`.
+fn is_wide(problem: &Problem) -> bool {
+    let dims = problem.dims();
+    pad(dims.head_dim.max(dims.head_dim_v)).is_none()
 }
 
 /// Whether every sequence is a whole entry of the batch.
@@ -218,11 +238,6 @@ impl Tensors {
 ///
 /// Asynchronous, as [`ops::forward`](crate::ops::forward) is; inputs are read as they lie, out and lse
 /// must be what a forward call of the same problem gave. Workspace comes from the stream's pool.
-///
-/// NaN and infinity in q, k, v and dout must not lie where a mask, a window, causality or dropout hides
-/// them: in the forward pass they stay out of what does not see them, here they come into the gradients
-/// of the rows and keys of the same tile, as 0 · NaN. Beyond used lengths and packed sequences nothing
-/// is read.
 ///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, pages (which have to be
@@ -551,7 +566,8 @@ impl Call<'_> {
         if batch * heads * sq == 0 {
             return self.zero_keys(tensors, batch, 0..sk);
         }
-        let Plan { mut args, mut spec } = plan(problem, 0, sk)?;
+        let Plan { mut args, spec } = plan(problem, 0, sk)?;
+        let mut spec = widths(&spec);
         (spec.mask, args.lo_off, args.hi_off, args.diag) = sequences::bounds(problem, sequence);
         spec.aligned = self.is_aligned;
         spec.sequences = false;
@@ -572,7 +588,7 @@ impl Call<'_> {
 
         let in_memory = match self.algorithm {
             Algorithm::Fa1 => true,
-            Algorithm::Fa2 => self.sums == Sums::Atomic,
+            Algorithm::Fa2 => self.sums == Sums::Atomic && !is_wide(problem),
             _ => false,
         };
         let rows = sq.next_multiple_of(fa2::ROW_PADDING);
@@ -608,7 +624,10 @@ impl Call<'_> {
         };
         all.lse2 = given.workspace + sums;
         all.delta = all.lse2 + cells * 4;
-        let rest = all.delta + cells * 4;
+        // At most four bytes for eight rows: one byte a row is more than enough.
+        all.odd_rows = all.delta + cells * 4;
+        all.odd_keys = all.odd_rows + cells;
+        let rest = all.odd_keys + all.kv_pairs as u64 * marks_of_keys(sk);
         let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
         let prepare = fa2::prepare(&laid, limit, compute).ok_or_else(|| missing(&spec))?;
         let lanes = u64::from(fa2::prepare_lanes(&laid));
@@ -623,6 +642,7 @@ impl Call<'_> {
         match self.algorithm {
             Algorithm::Standard => self.standard(all, &spec, sequence, batch, rest)?,
             Algorithm::Fa1 => self.fa1(all, &spec, rest)?,
+            _ if is_wide(problem) => self.wide(all, &spec)?,
             _ => self.fa2(all, &spec, own.as_ref(), batch)?,
         }
         match given.dbias.ptr {
@@ -670,13 +690,9 @@ impl Call<'_> {
             let here = at_once.min(all.kv_pairs as u64 - kv);
             all.forward.pair0 = (kv * group) as i32;
             all.forward.pairs = (here * group) as i32;
-            for (of_v, wide) in [(false, spec.padded), (true, spec.padded_v)] {
-                all.forward.row0 = i32::from(of_v);
-                let scores = standard::variant(spec, limit, Part::Scores, wide)
-                    .ok_or_else(|| missing(spec))?;
-                let tiles = sq.div_ceil(u64::from(rows)) * sk.div_ceil(u64::from(keys));
-                let grid = (tiles, here * group);
-                launch(self.backend, self.stream, &scores, grid, &all)?;
+            let tiles = sq.div_ceil(u64::from(rows)) * sk.div_ceil(u64::from(keys));
+            for side in [Side::K, Side::V] {
+                self.by_slices(&all, spec, Part::Scores, side, (tiles, here * group))?;
             }
             self.launch(&add, blocks.min(132 * 64), &all)?;
         }
@@ -734,6 +750,24 @@ impl Call<'_> {
         self.launch(&dq, blocks, &all)
     }
 
+    /// `fa2` above head_dim 256: dK and dV, then dQ, every block on its own.
+    fn wide(&self, mut all: BackwardArgs, spec: &Spec) -> Result<()> {
+        let dims = self.problem.dims();
+        let widths = [dims.head_dim, dims.head_dim_v];
+        let cut = wide::cut(spec, widths, self.backend.shared_limit());
+        let cut = cut.ok_or_else(|| missing(spec))?;
+        let blocks = |len: i32| (len as u32).div_ceil(wide::OWN);
+        all.key_blocks = blocks(all.forward.sk) as i32;
+        all.forward.row_blocks = blocks(all.forward.sq) as i32;
+        let [dk, dv, dq] = cut.slices;
+        let launch = |variant, blocks: i32, pairs: i32, slices| {
+            let grid = (blocks as u64 * pairs as u64, slices);
+            launch(self.backend, self.stream, variant, grid, &all)
+        };
+        launch(&cut.keys, all.key_blocks, all.kv_pairs, dk + dv)?;
+        launch(&cut.rows, all.forward.row_blocks, all.forward.pairs, dq)
+    }
+
     /// `rest`: memory for m and 1/ℓ.
     fn fa1(&self, mut all: BackwardArgs, spec: &Spec, rest: u64) -> Result<()> {
         let limit = self.backend.shared_limit();
@@ -759,8 +793,8 @@ impl Call<'_> {
         rest: u64,
     ) -> Result<()> {
         let limit = self.backend.shared_limit();
-        let kernel =
-            |part, wide| standard::variant(spec, limit, part, wide).ok_or_else(|| missing(spec));
+        let weights = standard::variant(spec, limit, Part::Weights, spec.padded);
+        let weights = weights.ok_or_else(|| missing(spec))?;
         let (rows, keys) = standard::tile(spec, limit).ok_or_else(|| missing(spec))?;
         let (sq, sk) = (sequence.seqlen_q as u64, sequence.seqlen_k as u64);
         let (row_blocks, key_blocks) = (sq.div_ceil(u64::from(rows)), sk.div_ceil(u64::from(keys)));
@@ -778,22 +812,74 @@ impl Call<'_> {
             let here = at_once.min(all.kv_pairs as u64 - kv);
             let mut args = all;
             args.forward.pair0 = (kv * group) as i32;
-            let mut run = |variant: Variant, blocks, pairs, of_v: bool| {
-                args.forward.row0 = i32::from(of_v);
-                let grid = (blocks, pairs);
-                launch(self.backend, self.stream, &variant, grid, &args)
-            };
             let tiles = row_blocks * key_blocks;
             let pairs = here * group;
-            run(kernel(Part::Scores, spec.padded)?, tiles, pairs, false)?;
-            run(kernel(Part::Scores, spec.padded_v)?, tiles, pairs, true)?;
-            run(kernel(Part::Weights, spec.padded)?, sq, pairs, false)?;
-            run(kernel(Part::Rows, spec.padded)?, row_blocks, pairs, false)?;
-            run(kernel(Part::Keys, spec.padded)?, key_blocks, here, false)?;
-            run(kernel(Part::Keys, spec.padded_v)?, key_blocks, here, true)?;
+            let run = |part, side, grid| self.by_slices(&args, spec, part, side, grid);
+            run(Part::Scores, Side::K, (tiles, pairs))?;
+            run(Part::Scores, Side::V, (tiles, pairs))?;
+            launch(self.backend, self.stream, &weights, (sq, pairs), &args)?;
+            run(Part::Rows, Side::K, (row_blocks, pairs))?;
+            run(Part::Keys, Side::K, (key_blocks, here))?;
+            run(Part::Keys, Side::V, (key_blocks, here))?;
         }
         Ok(())
     }
+
+    /// One product of `standard` for all columns of a side, at most 256 of them a launch: slices of the
+    /// scores are added up, those of the gradients stand beside each other.
+    fn by_slices(
+        &self,
+        all: &BackwardArgs,
+        spec: &Spec,
+        part: Part,
+        side: Side,
+        grid: (u64, u64),
+    ) -> Result<()> {
+        let limit = self.backend.shared_limit();
+        let columns = match side {
+            Side::K => all.forward.d,
+            Side::V => all.forward.dv,
+        };
+        for first in (0..columns).step_by(standard::SLICE) {
+            let width = (columns - first).min(standard::SLICE as i32);
+            let wide = pad(width as usize).ok_or_else(|| missing(spec))?;
+            let variant =
+                standard::variant(spec, limit, part, wide).ok_or_else(|| missing(spec))?;
+            let mut args = *all;
+            let shift = |tensors: &mut [&mut raw::Tensor]| {
+                for tensor in tensors {
+                    let bytes = i64::from(first) * tensor.sd * spec.dtype.size() as i64;
+                    tensor.ptr = tensor.ptr.wrapping_add_signed(bytes);
+                }
+            };
+            let forward = &mut args.forward;
+            match side {
+                Side::K => {
+                    shift(&mut [&mut forward.q, &mut forward.k, &mut args.dq, &mut args.dk]);
+                    forward.d = width;
+                }
+                Side::V => {
+                    shift(&mut [&mut forward.v, &mut args.dout, &mut args.dv]);
+                    forward.dv = width;
+                }
+            }
+            forward.row0 = i32::from(side == Side::V);
+            if part == Part::Scores && first > 0 {
+                forward.row0 += 2;
+            }
+            launch(self.backend, self.stream, &variant, grid, &args)?;
+        }
+        Ok(())
+    }
+}
+
+/// Whose columns a product runs over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    /// head_dim: q, k, dq and dk.
+    K,
+    /// head_dim_v: v, dout and dv.
+    V,
 }
 
 /// Addresses that every sequence shares; 0 = none.

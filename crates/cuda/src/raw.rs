@@ -154,6 +154,8 @@ pub struct BackwardArgs {
     pub delta: u64,
     pub dq_acc: u64,
     pub dsinks: u64,
+    pub odd_rows: u64,
+    pub odd_keys: u64,
     pub rows_padded: i32,
     pub key_blocks: i32,
     pub kv_pairs: i32,
@@ -322,7 +324,7 @@ mod tests {
     fn the_backward_block_follows_the_forward_one() {
         assert_eq!(
             size_of::<BackwardArgs>(),
-            size_of::<Args>() + 7 * 40 + 4 * 8 + 4 * 4
+            size_of::<Args>() + 7 * 40 + 6 * 8 + 4 * 4
         );
         assert_eq!(
             std::mem::offset_of!(BackwardArgs, lse2),

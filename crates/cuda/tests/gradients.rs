@@ -247,6 +247,13 @@ const WAYS: &[(Algorithm, Sums)] = &[
     (Algorithm::Standard, Sums::Ordered),
 ];
 
+/// And for heads wider than 256.
+const WIDE_WAYS: &[(Algorithm, Sums)] = &[
+    (Algorithm::Fa2, Sums::Ordered),
+    (Algorithm::Fa2, Sums::Atomic),
+    (Algorithm::Standard, Sums::Ordered),
+];
+
 fn masks() -> Vec<Options> {
     vec![
         Options::new(),
@@ -334,6 +341,46 @@ fn odd_head_dims_in_f32() {
 }
 
 #[test]
+fn wide_heads_come_in_slices() {
+    let Some(backend) = gpu("wide_heads_come_in_slices") else {
+        return;
+    };
+    fn one<T: Element>(backend: &CudaBackend, [d, dv]: [usize; 2], options: Options, seed: u64) {
+        let shape = Sizes {
+            dv,
+            ..sizes([1, 4, 2], [70, 91], d)
+        };
+        Setting::<T>::new(shape, options, Parts::default(), seed)
+            .modified(seed)
+            .check(backend, WIDE_WAYS)
+            .unwrap();
+    }
+    let causal = Options::new().causal(true);
+    one::<bf16>(&backend, [512, 512], causal.clone(), 1);
+    one::<f16>(&backend, [576, 64], Options::new(), 2);
+    // With a bias and a mask, and rows that are no multiple of sixteen bytes.
+    one::<f32>(&backend, [300, 259], causal, 12);
+    let all = Options::new().window_left(50).window_right(9).softcap(4.0);
+    let all = all.dropout(Dropout::Philox {
+        p: 0.4,
+        seed: 3,
+        offset: 1,
+    });
+    one::<bf16>(&backend, [65, 517], all.sinks(vec![0.5; 4]), 12);
+}
+
+/// NaN and infinity on either side of what hides them, as of narrow heads.
+#[test]
+fn hidden_values_do_not_leak_into_gradients_of_wide_heads() {
+    let Some(backend) = gpu("hidden_values_do_not_leak_into_gradients_of_wide_heads") else {
+        return;
+    };
+    let causal = Options::new().causal(true);
+    poisoned_in_places::<bf16>(&backend, 320, &causal, 1, WIDE_WAYS);
+    poisoned_in_places::<f32>(&backend, 272, &Options::new(), 12, WIDE_WAYS);
+}
+
+#[test]
 fn softcaps_and_scales() {
     let Some(backend) = gpu("softcaps_and_scales") else {
         return;
@@ -391,6 +438,24 @@ fn lengths(kind: usize, b: usize, sq: usize, sk: usize) -> (usize, Parts) {
     }
 }
 
+impl<T: Element> Setting<T> {
+    /// With NaN in a few places of q, k, v and dout, by `seed`.
+    fn poisoned(mut self, seed: u64) -> Self {
+        let mut noise = Noise(seed);
+        for tensor in [&mut self.q, &mut self.k, &mut self.v, &mut self.dout] {
+            let mut place = |len: usize| (noise.next().abs() * 1e6) as usize % len;
+            for _ in 0..place(3) {
+                if !tensor.is_empty() {
+                    let at = place(tensor.len());
+                    tensor[at] = T::from_f64(f64::NAN);
+                }
+            }
+        }
+        self.forward();
+        self
+    }
+}
+
 /// Sizes, options and lengths of a problem of any kind.
 fn problems() -> impl Strategy<Value = (Sizes, Options, Parts, u64)> {
     (
@@ -439,8 +504,42 @@ fn any_problem<T: Element>(
         .map_err(TestCaseError::fail)
 }
 
+/// NaN anywhere reaches what sees it, to the element, and nothing else.
+fn any_poisoned_problem<T: Element>(
+    test: &str,
+    (sizes, options, parts, seed): (Sizes, Options, Parts, u64),
+) -> Result<(), TestCaseError> {
+    let Some(backend) = gpu(test) else {
+        return Ok(());
+    };
+    Setting::<T>::new(sizes, options, parts, seed)
+        .modified(seed / 2)
+        .poisoned(seed / 3)
+        .check(&backend, WAYS)
+        .map_err(TestCaseError::fail)
+}
+
+/// At most 16, whatever the environment asks for: most of them are kernels to compile.
+fn few() -> ProptestConfig {
+    let config = ProptestConfig::default();
+    ProptestConfig {
+        cases: config.cases.min(16),
+        ..config
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(few())]
+
+    #[test]
+    fn nan_reaches_what_sees_it_in_bf16(problem in problems()) {
+        any_poisoned_problem::<bf16>("nan_reaches_what_sees_it_in_bf16", problem)?;
+    }
+
+    #[test]
+    fn nan_reaches_what_sees_it_in_f32(problem in problems()) {
+        any_poisoned_problem::<f32>("nan_reaches_what_sees_it_in_f32", problem)?;
+    }
 
     #[test]
     fn any_problem_in_bf16(problem in problems()) {
@@ -512,6 +611,76 @@ fn gradients_of_nothing_are_nothing_or_zero() {
                 .check(&backend, WAYS)
                 .unwrap();
         }
+    }
+}
+
+/// With a value that is not finite in each input.
+fn poisoned_in_places<T: Element>(
+    backend: &CudaBackend,
+    d: usize,
+    options: &Options,
+    seed: u64,
+    ways: &[(Algorithm, Sums)],
+) {
+    let shape = sizes([1, 4, 2], [150, 190], d);
+    let setting = Setting::<T>::new(shape, options.clone(), Parts::default(), seed);
+    let mut setting = setting.modified(seed);
+    let mut put = |tensor: fn(&mut Setting<T>) -> &mut Vec<T>, row: usize, value: f64| {
+        tensor(&mut setting)[row * d + row % d] = T::from_f64(value);
+    };
+    put(|s| &mut s.q, 71, f64::NAN);
+    put(|s| &mut s.k, 190 + 60, f64::NAN);
+    put(|s| &mut s.v, 3, f64::NAN);
+    put(|s| &mut s.v, 190 + 188, f64::NAN);
+    put(|s| &mut s.dout, 150 + 100, f64::NAN);
+    put(|s| &mut s.dout, 149, f64::INFINITY);
+    setting.forward();
+    setting.check(backend, ways).unwrap();
+}
+
+/// One kernel of each kind, with NaN on either side of what hides it, and infinity where all hides it.
+#[test]
+fn hidden_values_do_not_leak_into_gradients() {
+    let Some(backend) = gpu("hidden_values_do_not_leak_into_gradients") else {
+        return;
+    };
+    let causal = Options::new().causal(true);
+    let window = Options::new().window_left(30).window_right(9).softcap(5.0);
+    let dropout = Options::new().dropout(Dropout::Philox {
+        p: 0.3,
+        seed: 5,
+        offset: 6,
+    });
+    for (options, seed) in [(causal, 1), (window, 1), (dropout, 1), (Options::new(), 12)] {
+        poisoned_in_places::<bf16>(&backend, 64, &options, seed, WAYS);
+        poisoned_in_places::<bf16>(&backend, 128, &options, seed, WAYS);
+        poisoned_in_places::<f32>(&backend, 64, &options, seed, WAYS);
+    }
+    // Keys that no row sees and rows that see no key, infinite throughout.
+    let options = Options::new().sinks(vec![0.5; 2]);
+    for options in [options, Options::new()] {
+        let shape = sizes([1, 2, 1], [70, 90], 64);
+        let mut setting = Setting::<bf16>::new(shape, options, Parts::default(), 2);
+        let mask = |i: usize, j: usize| u8::from(!i.is_multiple_of(5) && !j.is_multiple_of(7));
+        let bytes = (0..70 * 90).map(|at| mask(at / 90, at % 90)).collect();
+        setting.mask = Some((bytes, [1, 1, 70, 90]));
+        for row in 0..140 {
+            for tensor in [&mut setting.q, &mut setting.dout] {
+                if row % 70 % 5 == 0 {
+                    tensor[row * 64..][..64].fill(bf16::INFINITY);
+                }
+            }
+        }
+        for key in (0..90).step_by(7) {
+            for tensor in [&mut setting.k, &mut setting.v] {
+                tensor[key * 64..][..64].fill(bf16::NEG_INFINITY);
+            }
+        }
+        setting.forward();
+        setting.check(&backend, WAYS).unwrap();
+        let gradients = setting.run(&backend, Algorithm::Fa2).unwrap();
+        let all = [&gradients.dq, &gradients.dk, &gradients.dv];
+        assert!(all.into_iter().flatten().all(|x| x.is_finite()));
     }
 }
 
@@ -707,8 +876,11 @@ fn what_has_no_backward_kernel_is_refused_by_name() {
     let shape = sizes([1, 2, 1], [8, 8], 320);
     let setting = Setting::<f32>::new(shape, Options::new(), Parts::default(), 1);
     let problem = Problem::new(&setting.inputs(), &setting.options).unwrap();
-    let refused = backward::supports(&problem, Algorithm::Fa2).unwrap_err();
+    let refused = backward::supports(&problem, Algorithm::Fa1).unwrap_err();
     assert!(refused.to_string().contains("320"), "{refused}");
+    for algorithm in [Algorithm::Fa2, Algorithm::Standard] {
+        backward::supports(&problem, algorithm).unwrap();
+    }
     let setting = Setting::<f64>::new(
         sizes([1, 2, 1], [8, 8], 16),
         Options::new(),

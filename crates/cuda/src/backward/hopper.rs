@@ -8,6 +8,7 @@ use tilewise_core::{DType, Problem, Result};
 use crate::backend::CudaBackend;
 use crate::hopper::{map, possible, walkable};
 use crate::kernels::backward::hopper::{self, Tile};
+use crate::kernels::backward::widths;
 use crate::kernels::{Spec, Variant, pad};
 use crate::ops;
 use crate::raw::{BackwardArgs, BackwardHopperArgs};
@@ -40,10 +41,11 @@ pub(crate) fn sum_columns(backend: &CudaBackend, problem: &Problem) -> u64 {
     let dims = problem.dims();
     let padded = |head_dim| pad(head_dim).unwrap_or(0);
     let own = padded(dims.head_dim);
-    let spec = Spec {
+    let spec = widths(&Spec {
         padded_v: padded(dims.head_dim_v),
         ..Spec::plain(problem.dtype(), own)
-    };
+    });
+    let own = spec.padded;
     let hopper = hopper::tile(&spec).filter(|_| possible(backend));
     u64::from(hopper.map_or(own, |tile| tile.columns(own)))
 }

@@ -64,6 +64,8 @@ pub enum Family {
     BackwardFa2,
     /// The same on Hopper: products of warpgroups, tiles by the copy engine.
     BackwardHopper,
+    /// For head_dims above 256.
+    BackwardWide,
     /// As FlashAttention-1 makes them.
     BackwardFa1,
     /// By whole matrices.
@@ -74,7 +76,7 @@ pub enum Family {
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 14] = [
+    pub const ALL: [Family; 15] = [
         Family::Standard,
         Family::Fa1,
         Family::Fa2,
@@ -86,6 +88,7 @@ impl Family {
         Family::Split,
         Family::BackwardFa2,
         Family::BackwardHopper,
+        Family::BackwardWide,
         Family::BackwardFa1,
         Family::BackwardStandard,
         Family::Ceilings,
@@ -105,6 +108,7 @@ impl Family {
             Family::Split => "split",
             Family::BackwardFa2 => "backward-fa2",
             Family::BackwardHopper => "backward-hopper",
+            Family::BackwardWide => "backward-wide",
             Family::BackwardFa1 => "backward-fa1",
             Family::BackwardStandard => "backward-standard",
             Family::Ceilings => "ceilings",
@@ -146,6 +150,14 @@ impl Family {
                     include_str!("backward/hopper.cu")
                 ),
                 include_str!("backward/hopper.rs"),
+            ),
+            Family::BackwardWide => (
+                concat!(
+                    include_str!("backward/common.cu"),
+                    "\n",
+                    include_str!("backward/wide.cu")
+                ),
+                include_str!("backward/wide.rs"),
             ),
             Family::BackwardFa1 => (
                 concat!(
@@ -558,6 +570,17 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                 } else {
                     let tile = fa2_wide::tile(dtype, head_dim);
                     add(fa2_wide::variant(&spec, tile, limit));
+                    if bare && spec.score != Score::Modified {
+                        for &strided in flags(selection.strided) {
+                            let spec = Spec {
+                                aligned: !strided,
+                                ..spec
+                            };
+                            for part in backward::wide_variants(&spec, head_dim, limit, compute) {
+                                add(part);
+                            }
+                        }
+                    }
                 }
                 if bare && pad(head_dim).is_some() {
                     for &strided in flags(selection.strided) {
@@ -753,6 +776,15 @@ mod tests {
                             found.extend(standard::variants(&spec, limit, 4096));
                             found.extend(backward::fa2::variants(&spec, limit, compute));
                             found.extend(backward::baselines(&spec, limit, compute));
+                            let wide = Spec {
+                                padded: 256,
+                                padded_v: 256,
+                                ..spec
+                            };
+                            for width in [257, 512, 1100] {
+                                let all = backward::wide_variants(&wide, width, limit, compute);
+                                found.extend(all);
+                            }
                             for (rows, paged) in [(1, false), (64, true)] {
                                 let pair = decode::variants(&spec, limit, rows, paged);
                                 found.push(pair.map(|pair| pair.split));

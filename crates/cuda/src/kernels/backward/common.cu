@@ -14,6 +14,8 @@ struct Grads {
     u64 lse2, delta;  // f32 [pairs, rows_padded]
     u64 dq_acc;       // f32 sums of dQ, see dq_block; 0 = another kernel makes dQ
     u64 dsinks;       // f32 [heads]
+    u64 odd_rows;     // u32 [pairs, rows_padded / PREPARED]: whether a row is marked
+    u64 odd_keys;     // u32 [kv_pairs, key_words]: whether one of sixteen keys has a K or V that is not finite
     int rows_padded;  // a multiple of every BM
     int key_blocks, kv_pairs, kv_heads;
 };
@@ -161,8 +163,9 @@ template <int ROWS, int COLS, int NTH> DEV void store_tile(const char* from, con
 }
 
 // From raw products to weights, in place; `slope` gets what dS is still to be multiplied by under a softcap. KEYROWS as in
-// score.cu; L of a column (KEYROWS) or of a row comes from `lse2`, called with fragment and element.
-template <bool KEYROWS, int MT, int NTL, class L> DEV void weights(float (&s)[MT][NTL][4], float (&slope)[SCORE ? MT : 1][SCORE ? NTL : 1][4], const Score& sc, const Args& a, const Span& span, int row, int col, L lse2) {
+// score.cu; L of a column (KEYROWS) or of a row comes from `lse2`, called with fragment and element. CAREFUL: what its score hides
+// has a weight of -0 then, whatever the rest of the row is.
+template <bool KEYROWS, bool CAREFUL, int MT, int NTL, class L> DEV void weights(float (&s)[MT][NTL][4], float (&slope)[SCORE ? MT : 1][SCORE ? NTL : 1][4], const Score& sc, const Args& a, const Span& span, int row, int col, L lse2) {
 #if SCORE
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -188,7 +191,10 @@ template <bool KEYROWS, int MT, int NTL, class L> DEV void weights(float (&s)[MT
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) s[m][n][e] = ex2(fmaf(s[m][n][e], c, -lse2(m, n, e)));
+            for (int e = 0; e < 4; ++e) {
+                const float w = ex2(fmaf(s[m][n][e], c, -lse2(m, n, e)));
+                s[m][n][e] = CAREFUL && s[m][n][e] * c == NEG_INF ? -0.f : w;
+            }
 }
 
 // Which weights of a warp's fragments dropout keeps, four bits a fragment.
@@ -202,5 +208,109 @@ template <bool KEYROWS, int MT, int NTL> struct Kept {
 #pragma unroll
             for (int n = 0; n < NTL; ++n) word[(m * NTL + n) / 8] |= keep_fragment<KEYROWS>(sc, a, span, row + m * 16, col + n * 8, lane) << (m * NTL + n) % 8 * 4;
     }
-    __device__ __forceinline__ float factor(int m, int n, int e, const Args& a) const { return word[(m * NTL + n) / 8] >> ((m * NTL + n) % 8 * 4 + e) & 1 ? a.drop_scale : 0.f; }
+    __device__ __forceinline__ bool at(int m, int n, int e) const { return word[(m * NTL + n) / 8] >> ((m * NTL + n) % 8 * 4 + e) & 1; }
+    // x as dropout leaves it: 0 where it takes it, whatever it was.
+    __device__ __forceinline__ float of(float x, int m, int n, int e, const Args& a) const { return at(m, n, e) ? x * a.drop_scale : 0.f; }
 };
+
+// ---- what is hidden --------------------------------------------------------------------------------------------------------
+
+// A pair that is hidden or dropped brings a weight of 0, and 0 times NaN or infinity is NaN. Between the two factors of a pair it
+// is enough to choose 0. Tiles that are summed over, Q for dK, dO for dV and K for dQ, are mended: such values become 0 in them.
+// Nothing is lost with those of Q and K, for a row that sees one has L = NaN, so that all of its dS are NaN (without a softcap: an
+// infinite score is hidden if it is negative). Those of dO go to the dV of the keys that see them by addition.
+//
+// `prepare` leaves marks for the rows: L = NaN; delta = NaN if dO is not finite or the row sees such a V; L = UNSEEN if a row sees nothing but q or dO is
+// not finite. Blocks that meet no mark and no such K or V run loops that know nothing of all this.
+#define FENCED (MASK >= 1 || SCORE == 2 || DROPOUT)
+#define UNSEEN 0x7fc00001u
+#define QUIET_NAN __int_as_float(0x7fffffff)
+#define LANES (DV / EPC > 16 ? 32 : DV / EPC > 8 ? 16 : DV / EPC > 4 ? 8 : 4) // of `prepare`, a row
+#define PREPARED (256 / LANES)                                                // its rows a block
+#define MARK_UNSEEN 1
+#define MARK_L 2
+#define MARK_DELTA 4
+
+// This thread's share of whether rows [from, to) of a pair are marked.
+DEV bool odd_rows(const Grads& g, int pair, int from, int to, int tid, int threads) {
+    const u32* const at = (const u32*)g.odd_rows + (i64)pair * (g.rows_padded / PREPARED);
+    bool odd = false;
+    for (int x = from / PREPARED + tid; x < (to + PREPARED - 1) / PREPARED; x += threads) odd |= at[x] != 0;
+    return odd;
+}
+DEV u32* odd_keys_of(const Grads& g, int kv_pair) { return (u32*)g.odd_keys + (i64)kv_pair * ((g.f.sk + 127) / 128 * 8); }
+
+DEV bool is_nan(float x) { return x != x; }
+DEV bool is_hidden(float weight) { return __float_as_uint(weight) == 0x80000000u; }
+DEV bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// A call that leaves the registers of the caller's loops alone. What was on its way to shared memory has arrived before it begins.
+template <class F> static __device__ __noinline__ void apart(const Grads& g, char* smem, F body) {
+    cp_wait<0>();
+    __syncthreads();
+    body(g, smem);
+}
+
+// Whether a row of a warp's fragments is a product with what is not finite: one of its columns tells.
+template <int MT, int NTL> DEV bool any_odd(const float (&x)[MT][NTL][4]) {
+    bool odd = false;
+#pragma unroll
+    for (int m = 0; m < MT; ++m) odd |= !is_finite(x[m][0][0]) || !is_finite(x[m][0][2]);
+    return odd;
+}
+
+DEV bool live_at(const Score& s, const Args& a, const Span& span, int i, int j) {
+    return i < a.sq && j >= first_key(span, i) && j <= last_key(span, i) && !(SCORE == 2 && hidden_at(s, a, span, i, j));
+}
+
+// Makes values of a tile that has arrived 0 where they are not finite. Whether this thread met any; their rows are added to `rows`,
+// a bit each.
+template <int ROWS, int COLS, int NTH> DEV bool mend_tile(u32 tile, int tid, u32* rows) {
+    constexpr int CH = COLS / EPC;
+    bool any = false;
+#pragma unroll 4
+    for (int idx = tid; idx < ROWS * CH; idx += NTH) {
+        const u32 at = tile + (idx / CH) * PITCH_OF(COLS) + (idx % CH) * 16;
+        u32 w[4], found = 0;
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
+#pragma unroll
+        for (int x = 0; x < 4; ++x) found |= (w[x] & EXP_BITS) + EXP_ONE;
+        if (!(found & EXP_TOP)) continue;
+        any = true;
+        if (rows) atomicOr(rows + idx / CH / 32, 1u << idx / CH % 32);
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            const u32 bad = ((w[x] & EXP_BITS) + EXP_ONE) & EXP_TOP;
+#if F32
+            if (bad) w[x] = 0;
+#else
+            if (bad & 0x8000u) w[x] &= 0xffff0000u;
+            if (bad & 0x80000000u) w[x] &= 0x0000ffffu;
+#endif
+        }
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+    }
+    return any;
+}
+
+// dV of a warp's fragments gets what is not finite of row i of dO, where the key is live and kept; `go` = that row, `width` its length.
+template <int MT, int NTL> DEV void add_odd_row(float (&dv)[MT][NTL][4], const elem* go, i64 step, int width, const Score& sc, const Args& a, const Span& span, int i, int key, int column) {
+    u32 takes = 0;
+#pragma unroll
+    for (int x = 0; x < 2 * MT; ++x) {
+        const int j = key + x * 8;
+        takes |= (u32)(live_at(sc, a, span, i, j) && (!DROPOUT || kept_at(sc, a, span, i, j))) << x;
+    }
+    if (takes == 0) return;
+#pragma unroll
+    for (int n = 0; n < NTL; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int c = column + n * 8 + e;
+            const float value = c < width ? to_float(go[c * step]) : 0.f;
+            if (is_finite(value)) continue;
+#pragma unroll
+            for (int x = 0; x < 2 * MT; ++x)
+                if (takes >> x & 1) dv[x >> 1][n][2 * (x & 1) + e] += value;
+        }
+}

@@ -6,8 +6,8 @@
 #if PART == 3
 #define TILE_KV (BN * (PITCH + PITCH_V))
 
-extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_constant__ Grads g) {
-    extern __shared__ __align__(128) char smem[];
+// As `gradients_of_keys`.
+template <bool CAREFUL> DEV bool gradients_of_rows(const Grads& g, char* smem) {
     const Args& a = g.f;
     const Span span = span_of(a);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -45,6 +45,25 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_co
         lse2[r] = ((const float*)g.lse2)[at];
         delta[r] = ((const float*)g.delta)[at];
     }
+    if constexpr (CAREFUL) {
+        cp_wait<0>();
+        __syncthreads();
+        mend_tile<BM, DP, NT>(q_at, tid, nullptr);
+        mend_tile<BM, DV, NT>(go_at, tid, nullptr);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            // Of the marks, this one alone is not seen in what it leads to.
+            if (__float_as_uint(lse2[r]) != UNSEEN) continue;
+            lse2[r] = -NEG_INF;
+            delta[r] = 0.f;
+        }
+    }
+    bool odd = false;
+    if (FENCED && !CAREFUL) {
+        odd = is_nan(lse2[0]) || is_nan(lse2[1]) || is_nan(delta[0]) || is_nan(delta[1]);
+        if (jmax >= jmin)
+            for (int x = jmin * BN / 16 + tid; x <= key_hi / 16; x += NT) odd |= odd_keys_of(g, b * g.kv_heads + hk)[x] != 0;
+    }
     [[maybe_unused]] const Score sc = score_head(a, a.seq0 + b, b, h, 0, 0);
     float dq[1][DP / 8][4];
     clear(dq);
@@ -58,12 +77,16 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_co
             cp_commit();
         }
         cp_wait<0>();
-        __syncthreads();
+        if (FENCED && !CAREFUL && j == jmin) {
+            if (__syncthreads_or(odd)) return true;
+        } else {
+            __syncthreads();
+        }
         if (QST == 2 && j < jmax) {
             load_kv(j + 1);
             cp_commit();
         }
-        const bool edge = key0 + BN > (MASK >= 1 ? min(a.sk, i0 + a.hi_off + 1) : a.sk) || (MASK == 2 && key0 < i1 - 1 + a.lo_off);
+        const bool edge = CAREFUL || key0 + BN > (MASK >= 1 ? min(a.sk, i0 + a.hi_off + 1) : a.sk) || (MASK == 2 && key0 < i1 - 1 + a.lo_off);
         float s[1][BN / 8][4], dp[1][BN / 8][4];
         clear(s);
         clear(dp);
@@ -71,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_co
         product_nt<1, BN / 8, DV, false>(dp, go_at + warp * 16 * PITCH_V, PITCH_V, nullptr, v_s, PITCH_V, lane);
         const int key = key0 + 2 * (lane & 3);
         float slope[1][SCORE ? BN / 8 : 1][4];
-        weights<false>(s, slope, sc, a, span, row, key, [&](int, int, int e) { return lse2[e >> 1]; });
+        weights<false, CAREFUL>(s, slope, sc, a, span, row, key, [&](int, int, int e) { return lse2[e >> 1]; });
 #if DROPOUT
         Kept<false, 1, BN / 8> kept;
         kept.find(sc, a, span, row, key, lane);
@@ -86,8 +109,14 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_co
                 ds *= slope[0][n][e];
 #endif
                 if (edge && (at > last_key(span, i) || at < first_key(span, i))) ds = 0.f;
+                if (CAREFUL && is_hidden(s[0][n][e])) ds = 0.f;
                 s[0][n][e] = ds;
             }
+        if constexpr (CAREFUL) {
+            __syncthreads();
+            clear_tile<BN, DP, NT>(k_s, tid);
+            __syncthreads();
+        }
 #if !F32
         u32 df[BN / 16][1][4];
 #pragma unroll
@@ -128,5 +157,14 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_co
             store_pair(q_at + (warp * 16 + (lane >> 2) + r * 8) * PITCH + (n * 8 + 2 * (lane & 3)) * ESZ, dq[0][n][2 * r] * a.scale, dq[0][n][2 * r + 1] * a.scale);
     __syncthreads();
     store_tile<BM, DP, NT>(smem, g.dq, (elem*)g.dq.ptr + b * g.dq.sb + h * g.dq.sh, i0, a.sq, a.d, tid);
+    return false;
+}
+
+extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_dq(const __grid_constant__ Grads g) {
+    extern __shared__ __align__(128) char smem[];
+    if (!gradients_of_rows<false>(g, smem)) return;
+#if FENCED
+    apart(g, smem, [](const Grads& g, char* smem) { gradients_of_rows<true>(g, smem); });
+#endif
 }
 #endif

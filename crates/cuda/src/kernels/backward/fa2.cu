@@ -29,8 +29,8 @@
 DEV i64 dq_block(const Grads& g, int pair, int block) { return ((i64)pair * (g.rows_padded / BM) + block) * (BM * DP); }
 
 #if DROPOUT
-#define WEIGHT(m, n, e) (s[m][n][e] * kept.factor(m, n, e, a))
-#define ARRIVED(m, n, e) (dp[m][n][e] * kept.factor(m, n, e, a))
+#define WEIGHT(m, n, e) kept.of(s[m][n][e], m, n, e, a)
+#define ARRIVED(m, n, e) kept.of(dp[m][n][e], m, n, e, a)
 #else
 #define WEIGHT(m, n, e) s[m][n][e]
 #define ARRIVED(m, n, e) dp[m][n][e]
@@ -44,13 +44,17 @@ DEV i64 dq_block(const Grads& g, int pair, int block) { return ((i64)pair * (g.r
 #define TILE_P (BN * PP)
 #define STATS (2 * BM * 4)
 
-extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_constant__ Grads g) {
-    extern __shared__ __align__(128) char smem[];
+// CAREFUL: where something that is not finite was found. Without it: whether to begin anew with care; nothing has left the block then.
+template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
     const Args& a = g.f;
     const Span span = span_of(a);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const u32 k_at = smem_u32(smem), v_at = k_at + TILE_K, q_at = v_at + TILE_V, go_at = q_at + QST * TILE_Q;
     const u32 ds_at = go_at + DST * TILE_GO, p_at = ds_at + (DEFER ? 2 : 1) * TILE_P, stats_at = p_at + (PREG ? 0 : TILE_P);
+    // Marks of a step's rows, and a bit for each key of the block whose K is not finite; whether to take care.
+    [[maybe_unused]] unsigned char* const marks = (unsigned char*)smem + (stats_at + QST * STATS - k_at);
+    [[maybe_unused]] u32 *const odd_keys = (u32*)(marks + BM), *const found = odd_keys;
+    constexpr bool LOOKS = FENCED && !CAREFUL;
 
     // Key blocks of one group of (batch, KV head) pairs run together, so that their Q and dO stay in L2; under causality the
     // first keys have the most rows and go first.
@@ -107,6 +111,18 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
         if (DST == 2) load_go(0);
     }
     cp_commit();
+    bool odd = false;
+    if constexpr (CAREFUL) {
+        if (tid < (BN + 31) / 32) odd_keys[tid] = 0;
+        cp_wait<0>();
+        __syncthreads();
+        mend_tile<BN, DV, NT>(v_at, tid, nullptr);
+        mend_tile<BN, DP, NT>(k_at, tid, odd_keys);
+        __syncthreads();
+    } else if (LOOKS) {
+        if (tid == 0) *found = 0;
+        for (int n = 0; n < a.group_size && count > 0; ++n) odd |= odd_rows(g, b * a.heads + hk * a.group_size + n, first * BM, (last + 1) * BM, tid, NT);
+    }
 
     float dk[GT][GN][4], dv[GT][VN][4];
     clear(dk);
@@ -154,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
         const u32 ds_s = ds_at + (DEFER ? step & 1 : 0) * TILE_P;
         cp_wait<0>();
         __syncthreads();
+        if (LOOKS && DEFER && step == 1 && *found) return true;
         if (QST == 1) {
             load_q(step);
             if (DST == 1) load_go(step);
@@ -169,6 +186,29 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
             if (DST == 2) load_go(step + 1);
         }
         cp_commit();
+        if constexpr (CAREFUL) {
+            if (tid < BM) {
+                float* const stat = (float*)(smem + (stats_at + (QST == 2 ? step & 1 : 0) * STATS - k_at)) + tid;
+                const float lse2 = stat[0], delta = stat[BM];
+                const bool unseen = __float_as_uint(lse2) == UNSEEN;
+                marks[tid] = unseen ? MARK_UNSEEN : (is_nan(lse2) ? MARK_L : 0) | (is_nan(delta) ? MARK_DELTA : 0);
+                if (is_nan(lse2)) stat[0] = -NEG_INF;
+                if (unseen || is_nan(delta)) stat[BM] = 0.f;
+            }
+            clear_tile<BM, DP, NT>(q_s, tid);
+            if (DST == 2 || QST == 1) clear_tile<BM, DV, NT>(go_s, tid);
+            __syncthreads();
+        }
+        // Where dO arrives later than Q.
+        auto dout_arrived = [&] {
+            if (DST != 1 || QST != 2) return;
+            cp_wait<1>();
+            __syncthreads();
+            if constexpr (CAREFUL) {
+                clear_tile<BM, DV, NT>(go_s, tid);
+                __syncthreads();
+            }
+        };
 #if KVREG
         if (step == 0) {
 #pragma unroll
@@ -199,6 +239,8 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
             clear(s);
             product_nt<KT, RT, DP, FRAGMENTS(0)>(s, k_mine, PITCH, K_REGS, q_s + sr_ * RT * 8 * PITCH, PITCH, lane);
             if (DEFER == 1 && step > 0) add_dq_of(step - 1);
+            // One row's product with each key tells of all of them.
+            if (LOOKS && step == 0) odd |= any_odd(s);
             // This lane's first key and row.
             const int key = key0 + sk_ * KT * 16 + (lane >> 2), row = i0 + sr_ * RT * 8 + 2 * (lane & 3);
             [[maybe_unused]] const Score sc = score_head(a, a.seq0 + b, b, h, 0, 0);
@@ -206,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
             float2 lse2[RT];
 #pragma unroll
             for (int n = 0; n < RT; ++n) lse2[n] = lds_pair(stats + n * 32);
-            weights<true>(s, slope, sc, a, span, key, row, [&](int, int n, int e) { return e & 1 ? lse2[n].y : lse2[n].x; });
+            weights<true, CAREFUL>(s, slope, sc, a, span, key, row, [&](int, int n, int e) { return e & 1 ? lse2[n].y : lse2[n].x; });
 #if DROPOUT
             Kept<true, KT, RT> kept;
             kept.find(sc, a, span, key, row, lane);
@@ -226,12 +268,36 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
                                 if (n * 8 + e < from || n * 8 + e > to) s[m][n][2 * r + e] = 0.f;
                     }
             }
-            if (DST == 1 && QST == 2) {
-                cp_wait<1>();
-                __syncthreads();
-            }
+            dout_arrived();
             clear(dp);
             product_nt<KT, RT, DV, FRAGMENTS(0)>(dp, v_mine, PITCH_V, V_REGS, go_s + sr_ * RT * 8 * PITCH_V, PITCH_V, lane);
+            if (LOOKS && step == 0) {
+                odd |= any_odd(dp);
+                if (odd) *found = 1;
+            }
+            if constexpr (CAREFUL) {
+#pragma unroll
+                for (int m = 0; m < KT; ++m)
+#pragma unroll
+                    for (int n = 0; n < RT; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const int j = key + m * 16 + (e >> 1) * 8, i = row + n * 8 + (e & 1), mark = marks[i - i0];
+                            const bool odd = odd_keys[(j - key0) / 32] >> (j - key0) % 32 & 1;
+                            if (mark == 0 && !odd) continue;
+                            const bool outside = i >= a.sq || j < first_key(span, i) || j > last_key(span, i);
+                            // A key that is not finite has a score that is not: the row has L = NaN or the pair is hidden. A softcap
+                            // may have made it finite again, what is not known of this pair.
+                            const bool hidden = mark == MARK_UNSEEN || (odd && !(mark & MARK_L) && a.softcap == 0.f) || outside || is_hidden(s[m][n][e]);
+                            bool lost = odd || (mark & MARK_L);
+#if DROPOUT
+                            // The weight itself is good, but dS has nothing else to become NaN by.
+                            lost |= !kept.at(m, n, e);
+#endif
+                            dp[m][n][e] = hidden ? 0.f : QUIET_NAN;
+                            if (hidden || lost) s[m][n][e] = hidden ? 0.f : QUIET_NAN;
+                        }
+            }
 #pragma unroll
             for (int m = 0; m < KT; ++m)
 #pragma unroll
@@ -265,21 +331,24 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
 #endif
                     }
             }
-        } else if (DST == 1 && QST == 2) {
-            cp_wait<1>();
-            __syncthreads();
+        } else {
+            dout_arrived();
         }
 #if PREG
         // P^T never leaves the warp, so dV does not wait for the others.
         product_nn<GT, VN, BM, true>(dv, 0, PP, pf, go_s, PITCH_V, lane);
-        if (DQ && !DEFER) __syncthreads();
-        if (!DEFER) add_dq(h, i0, ds_s);
+        if (!DEFER) {
+            if (DQ || (LOOKS && step == 0)) __syncthreads();
+            if (LOOKS && step == 0 && *found) return true;
+            add_dq(h, i0, ds_s);
+        }
         product_nn<GT, GN, BM, true>(dk, 0, PP, df, q_s, PITCH, lane);
 #elif OWN
         // What this warp made of P^T and dS^T it has in registers; the rest of its keys' rows comes from its neighbour.
         const u32 own = sr_ * RT * 8, other = RT * 8 - own;
         const u32 go_c = go_s + gd_ * VN * 8 * ESZ, q_c = q_s + gd_ * GN * 8 * ESZ;
         __syncthreads();
+        if (LOOKS && step == 0 && *found) return true;
         product_nn<GT, VN, RT * 8, true>(dv, 0, PP, pf, go_c + own * PITCH_V, PITCH_V, lane);
         product_nn<GT, GN, RT * 8, true>(dk, 0, PP, df, q_c + own * PITCH, PITCH, lane);
         product_nn<GT, VN, RT * 8, false>(dv, p_at + gk_ * GT * 16 * PP + other * ESZ, PP, nullptr, go_c + other * PITCH_V, PITCH_V, lane);
@@ -287,13 +356,24 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
         product_nn<GT, GN, RT * 8, false>(dk, ds_s + gk_ * GT * 16 * PP + other * ESZ, PP, nullptr, q_c + other * PITCH, PITCH, lane);
 #else
         __syncthreads();
+        if (LOOKS && step == 0 && *found) return true;
         if (does_g) product_nn<GT, VN, BM, false>(dv, p_at + gk_ * GT * 16 * PP, PP, nullptr, go_s + gd_ * VN * 8 * ESZ, PITCH_V, lane);
         if (!DEFER) add_dq(h, i0, ds_s);
         if (does_g) product_nn<GT, GN, BM, false>(dk, ds_s + gk_ * GT * 16 * PP, PP, nullptr, q_s + gd_ * GN * 8 * ESZ, PITCH, lane);
 #endif
+        if (CAREFUL && does_g) {
+            const Score sc = score_head(a, a.seq0 + b, b, h, 0, 0);
+            const elem* go = (const elem*)g.go.ptr + b * g.go.sb + h * g.go.sh + (i64)i0 * g.go.ss;
+#pragma unroll 1
+            for (int i = 0; i < BM; ++i)
+                if (marks[i] & MARK_DELTA) add_odd_row(dv, go + i * g.go.ss, g.go.sd, a.dv, sc, a, span, i0 + i, key0 + gk_ * GT * 16 + (lane >> 2), gd_ * VN * 8 + 2 * (lane & 3));
+        }
     }
     cp_wait<0>();
     __syncthreads();
+    if (LOOKS && DEFER && steps == 1 && *found) return true;
+    // For `tw_bwd_dq`.
+    if (CAREFUL && !DQ && tid < BN / 16) odd_keys_of(g, pair)[key0 / 16 + tid] = 1;
     if (DEFER && steps > 0) {
         add_dq_of(steps - 1);
         __syncthreads();
@@ -315,6 +395,15 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_c
     __syncthreads();
     store_tile<BN, DP, NT>(smem, g.dk, (elem*)g.dk.ptr + b * g.dk.sb + hk * g.dk.sh, key0, a.sk, a.d, tid);
     store_tile<BN, DV, NT>(smem + TILE_K, g.dv, (elem*)g.dv.ptr + b * g.dv.sb + hk * g.dv.sh, key0, a.sk, a.dv, tid);
+    return false;
+}
+
+extern "C" __global__ void __launch_bounds__(NT, MINB) tw_bwd_fa2(const __grid_constant__ Grads g) {
+    extern __shared__ __align__(128) char smem[];
+    if (!gradients_of_keys<false>(g, smem)) return;
+#if FENCED
+    apart(g, smem, [](const Grads& g, char* smem) { gradients_of_keys<true>(g, smem); });
+#endif
 }
 #endif
 

@@ -184,6 +184,8 @@ impl Tile {
             + self.bm * (self.stages.0 * k + self.stages.1 * v)
             + strips * self.bn * pitch(spec.dtype, self.bm)
             + self.stages.0 * 8 * self.bm
+            + self.bm
+            + self.bn.div_ceil(32) * 4
     }
 
     pub(super) fn defines(&self, part: i32, dq: bool, compute: i32) -> [(&'static str, i32); 19] {

@@ -1,10 +1,9 @@
 // What is done row by row.
-// PART 0, prepare: L in base 2, delta, and dQ's sums set to 0.
+// PART 0, prepare: L in base 2, delta, the marks of rows (see common.cu), and dQ's sums set to 0.
 // PART 4, sinks: the gradients of the sinks, -sum of e^(sink - L) delta over the rows of a head.
 // PART 5, zero: rows that belong to no sequence.
 
 #if PART == 0
-#define LANES (DV / EPC > 16 ? 32 : DV / EPC > 8 ? 16 : DV / EPC > 4 ? 8 : 4)
 extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_constant__ Grads g) {
     const Args& a = g.f;
     const int lane = threadIdx.x % LANES;
@@ -12,8 +11,10 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_co
     const int pair = (int)(at / g.rows_padded), row = (int)(at % g.rows_padded);
     if (pair >= a.pairs) return;
     const int b = pair / a.heads, h = pair - b * a.heads;
-    float sum = 0.f;
+    float sum = 0.f, lse = NEG_INF, odd = 0.f; // odd: 0, or NaN if dO is not finite
+    bool unseen = false;                       // and q is not finite, though the row sees nothing
     if (row < a.sq) {
+        lse = *((const float*)g.lse.ptr + b * g.lse.sb + h * g.lse.sh + (i64)row * g.lse.ss);
         const elem* o = (const elem*)a.o.ptr + b * a.o.sb + h * a.o.sh + (i64)row * a.o.ss;
         const elem* go = (const elem*)g.go.ptr + b * g.go.sb + h * g.go.sh + (i64)row * g.go.ss;
         for (int c = lane; c * EPC < a.dv; c += LANES) {
@@ -21,25 +22,50 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_co
             uint4 x = *(const uint4*)(o + c * EPC), y = *(const uint4*)(go + c * EPC);
             const elem *xs = (const elem*)&x, *ys = (const elem*)&y;
 #pragma unroll
-            for (int e = 0; e < EPC; ++e) sum += to_float(xs[e]) * to_float(ys[e]);
+            for (int e = 0; e < EPC; ++e) {
+                sum += to_float(xs[e]) * to_float(ys[e]);
+                odd += to_float(ys[e]) * 0.f;
+            }
 #else
-            for (int e = c * EPC; e < min(a.dv, c * EPC + EPC); ++e) sum += to_float(o[e * a.o.sd]) * to_float(go[e * g.go.sd]);
+            for (int e = c * EPC; e < min(a.dv, c * EPC + EPC); ++e) {
+                sum += to_float(o[e * a.o.sd]) * to_float(go[e * g.go.sd]);
+                odd += to_float(go[e * g.go.sd]) * 0.f;
+            }
 #endif
+        }
+        // A row that sees a key has L = NaN if q is not finite.
+        if (lse == NEG_INF || (a.sinks && lse == ((const float*)a.sinks)[h])) {
+            const elem* q = (const elem*)a.q.ptr + b * a.q.sb + h * a.q.sh + (i64)row * a.q.ss;
+            for (int e = lane; e < a.d; e += LANES) unseen |= !is_finite(to_float(q[e * a.q.sd]));
+            unseen |= lse == NEG_INF && is_nan(odd);
         }
     }
 #pragma unroll
-    for (int x = LANES / 2; x; x >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, x);
+    for (int x = LANES / 2; x; x >>= 1) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, x);
+        odd += __shfl_xor_sync(0xffffffffu, odd, x);
+        unseen |= __shfl_xor_sync(0xffffffffu, (int)unseen, x) != 0;
+    }
+    bool marked = false;
     if (lane == 0) {
-        float lse = NEG_INF, dlse = 0.f;
-        if (row < a.sq) {
-            lse = *((const float*)g.lse.ptr + b * g.lse.sb + h * g.lse.sh + (i64)row * g.lse.ss);
-            if (g.dlse.ptr) dlse = *((const float*)g.dlse.ptr + b * g.dlse.sb + h * g.dlse.sh + (i64)row * g.dlse.ss);
-        }
+        float dlse = 0.f;
+        if (row < a.sq && g.dlse.ptr) dlse = *((const float*)g.dlse.ptr + b * g.dlse.sb + h * g.dlse.sh + (i64)row * g.dlse.ss);
         const bool empty = lse == NEG_INF;
         // An infinite L is that of a row with an infinite or undefined score: all of the row is undefined.
-        ((float*)g.lse2)[at] = empty ? -NEG_INF : lse == -NEG_INF ? lse - lse : lse * LOG2E;
-        ((float*)g.delta)[at] = empty ? 0.f : sum - dlse;
+        const float lse2 = unseen ? __uint_as_float(UNSEEN) : empty ? -NEG_INF : lse == -NEG_INF || is_nan(lse) ? QUIET_NAN : lse * LOG2E;
+        float delta = empty ? 0.f : unseen ? -dlse : sum + odd - dlse;
+        // As the row is that sees an infinite V.
+        if (!is_finite(delta)) delta = QUIET_NAN;
+        ((float*)g.lse2)[at] = lse2;
+        ((float*)g.delta)[at] = delta;
+        marked = is_nan(lse2) || is_nan(delta);
     }
+    // Rows are padded so that every block is full.
+    marked = __syncthreads_or(marked);
+    if (threadIdx.x == 0) ((u32*)g.odd_rows)[blockIdx.x] = marked;
+    // Kernels that make dK and dV mark keys.
+    const i64 words = odd_keys_of(g, g.kv_pairs) - odd_keys_of(g, 0);
+    for (i64 x = (i64)blockIdx.x * 256 + threadIdx.x; x < words; x += (i64)gridDim.x * 256) odd_keys_of(g, 0)[x] = 0;
     if (g.dq_acc) {
         float4* to = (float4*)g.dq_acc + at * (DP / 4);
 #pragma unroll
@@ -59,7 +85,10 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_sinks(const __grid_cons
     for (int b = 0; b < a.batch; ++b) {
         const i64 at = (i64)(b * a.heads + h) * g.rows_padded;
         for (int i = tid; i < a.sq; i += 256) {
-            const float p = exp2f(sink - ((const float*)g.lse2)[at + i]);
+            const float lse2 = ((const float*)g.lse2)[at + i];
+            // A row that sees nothing but the sink, or not even that.
+            const bool unseen = __float_as_uint(lse2) == UNSEEN;
+            const float p = unseen ? (sink == NEG_INF ? 0.f : 1.f) : exp2f(sink - lse2);
             if (p != 0.f) sum -= (double)p * (double)((const float*)g.delta)[at + i];
         }
     }

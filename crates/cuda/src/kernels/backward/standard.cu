@@ -1,12 +1,13 @@
 // Standard attention's backward pass (Dao et al. 2022, Algorithm 3): S, P, dP and dS as whole matrices in device memory, S and dP
 // in f32, P and dS in the input's dtype, each product a kernel of its own. The baseline the other two are measured against.
 //
-//   PART 0, scores: S = Q K^T (row0 = 0) or dP = dO V^T (row0 = 1), unscaled
+//   PART 0, scores: S = Q K^T (row0 = 0) or dP = dO V^T (row0 = 1), unscaled; row0 + 2: added to what is there
 //   PART 1, weights: P o D and dX from S and dP
 //   PART 2, rows: dQ = dX K            PART 3, keys: dK = dX^T Q (row0 = 0) or dV = (P o D)^T dO (row0 = 1), over the group's heads
 //   PART 4 and 5, bias: its gradient from S and dP, for every algorithm
 //
 //   2 x 2 warps     BM x BN tile of a matrix     WIDE columns of a product's other operand
+//   Rows wider than 256 come in slices: q, k and dq, or v, dO and dv, then begin at a slice, and d or dv is its width.
 //
 // Matrices are of pairs [pair0, pair0 + pairs), all rows of each, ld_s elements a row: a.s and g.dq_acc hold S and dP, a.p and a.acc
 // hold P and dX.
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(NT) tw_bwd_standard_scores(const __
     const u32 x_at = smem_u32(smem), y_at = x_at + BM * PITCH_C;
     const int pair = a.pair0 + blockIdx.y, b = pair / a.heads, h = pair - b * a.heads, hk = h / a.group_size;
     const int tiles = (a.sk + BN - 1) / BN, i0 = blockIdx.x / tiles * BM, j0 = blockIdx.x % tiles * BN;
-    const bool is_s = a.row0 == 0;
+    const bool is_s = (a.row0 & 1) == 0, adds = a.row0 & 2;
     const Tensor &x = is_s ? a.q : g.go, &y = is_s ? a.k : a.v;
     const int width = is_s ? a.d : a.dv;
     load_tile<BM, WIDE, NT>(x_at, x, (const elem*)x.ptr + b * x.sb + h * x.sh, i0, a.sq, width, tid);
@@ -44,13 +45,23 @@ extern "C" __global__ void __launch_bounds__(NT) tw_bwd_standard_scores(const __
             for (int n = 0; n < BN / 16; ++n) {
                 const int col = j0 + wn * (BN / 2) + n * 8 + 2 * (lane & 3);
                 // ld_s is even and at least sk, so the pair fits in the row.
-                if (col < a.sk) *(float2*)(to + (i64)row * a.ld_s + col) = make_float2(s[m][n][2 * r], s[m][n][2 * r + 1]);
+                if (col >= a.sk) continue;
+                float2* const cell = (float2*)(to + (i64)row * a.ld_s + col);
+                const float2 before = adds ? *cell : make_float2(0.f, 0.f);
+                *cell = make_float2(before.x + s[m][n][2 * r], before.y + s[m][n][2 * r + 1]);
             }
         }
 }
 #endif
 
 #if PART == 1
+// The smallest number above 0.
+#if F32
+#define SMALLEST __int_as_float(1)
+#else
+#define SMALLEST ((elem)1)
+#endif
+
 // One block a row.
 extern "C" __global__ void __launch_bounds__(256) tw_bwd_standard_weights(const __grid_constant__ Grads g) {
     const Args& a = g.f;
@@ -64,19 +75,22 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_standard_weights(const 
     const int lo = first_key(span, i), hi = last_key(span, i);
     for (int j = threadIdx.x; j < a.ld_s; j += 256) {
         float w = 0.f, x = 0.f;
+        bool least = false;
         if (j >= lo && j <= hi) {
             const float t = a.softcap > 0.f ? tanhf(s[j] * a.scale / a.softcap) : 0.f;
             const float score = SCORE == 2 ? score_at(s[j], sc, a, span, i, j) : score_of(s[j], a);
-            w = ex2(fmaf(score, LOG2E, -lse2));
-#if DROPOUT
-            const float factor = kept_at(sc, a, span, i, j) ? a.drop_scale : 0.f;
-#else
-            const float factor = 1.f;
-#endif
-            x = w == 0.f ? 0.f : w * (dp[j] * factor - delta) * (1.f - t * t);
-            w *= factor;
+            // A score that hides the pair does so whatever the row is.
+            const bool hidden = score == NEG_INF || __float_as_uint(lse2) == UNSEEN;
+            w = hidden ? 0.f : ex2(fmaf(score, LOG2E, -lse2));
+            const bool kept = !DROPOUT || kept_at(sc, a, span, i, j);
+            const float factor = DROPOUT ? a.drop_scale : 1.f;
+            x = hidden ? 0.f : w * ((kept ? dp[j] * factor : 0.f) - delta) * (1.f - t * t);
+            w = kept ? w * factor : 0.f;
+            // `keys` knows a pair that sees what is not finite of dO by a weight above 0.
+            least = !hidden && kept && is_nan(delta);
         }
         p[j] = to_elem(w);
+        if (least && to_float(p[j]) == 0.f) p[j] = SMALLEST;
         dx[j] = to_elem(x);
     }
 }
@@ -122,6 +136,8 @@ extern "C" __global__ void __launch_bounds__(NT) tw_bwd_standard_rows(const __gr
         cp_commit();
         cp_wait<0>();
         __syncthreads();
+        mend_tile<BN, WIDE, NT>(y_at, tid, nullptr);
+        __syncthreads();
         product_nn<BM / 32, WIDE / 16, BN, false>(dq, x_at + wm * (BM / 2) * PITCH_OF(BN), PITCH_OF(BN), nullptr, y_at + wn * (WIDE / 2) * ESZ, PITCH_C, lane);
     }
     __syncthreads();
@@ -139,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(NT) tw_bwd_standard_keys(const __gr
     const bool is_k = a.row0 == 0;
     const Tensor &y = is_k ? a.q : g.go, &to = is_k ? g.dk : g.dv;
     const int width = is_k ? a.d : a.dv;
+    __shared__ u32 odd_rows[(BM + 31) / 32];
     float sum[BN / 32][WIDE / 16][4];
     clear(sum);
     for (int n = 0; n < a.group_size; ++n) {
@@ -147,11 +164,33 @@ extern "C" __global__ void __launch_bounds__(NT) tw_bwd_standard_keys(const __gr
         for (int i0 = 0; i0 < a.sq; i0 += BM) {
             __syncthreads();
             load_matrix(x_at, x, a, i0, j0, tid);
-            load_tile<BM, WIDE, NT>(y_at, y, (const elem*)y.ptr + b * y.sb + h * y.sh, i0, a.sq, width, tid);
+            const elem* rows = (const elem*)y.ptr + b * y.sb + h * y.sh;
+            load_tile<BM, WIDE, NT>(y_at, y, rows, i0, a.sq, width, tid);
             cp_commit();
+            if (tid < (BM + 31) / 32) odd_rows[tid] = 0;
             cp_wait<0>();
             __syncthreads();
+            const bool odd = __syncthreads_or(mend_tile<BM, WIDE, NT>(y_at, tid, odd_rows));
             product_tn<BN / 32, WIDE / 16, BM>(sum, x_at + wm * (BN / 2) * ESZ, PITCH_OF(BN), y_at + wn * (WIDE / 2) * ESZ, PITCH_C, lane);
+            if (is_k || !odd) continue;
+            // What is not finite of dO, for the keys that have a weight.
+            const elem* const p = (const elem*)(smem + wm * (BN / 2) * ESZ);
+            for (int i = 0; i < BM; ++i) {
+                if (!(odd_rows[i / 32] >> i % 32 & 1)) continue;
+#pragma unroll
+                for (int n2 = 0; n2 < WIDE / 16; ++n2)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int col = wn * (WIDE / 2) + n2 * 8 + 2 * (lane & 3) + (e & 1);
+                        const float v = col < width ? to_float(rows[(i0 + i) * y.ss + col * y.sd]) : 0.f;
+                        if (is_finite(v)) continue;
+#pragma unroll
+                        for (int m = 0; m < BN / 32; ++m) {
+                            const int key = m * 16 + (lane >> 2) + (e >> 1) * 8;
+                            if (to_float(p[i * (PITCH_OF(BN) / ESZ) + key]) != 0.f) sum[m][n2][e] += v;
+                        }
+                    }
+            }
         }
     }
     __syncthreads();
@@ -182,13 +221,12 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_standard_bias(const __g
                 if (j < first_key(span, i) || j > last_key(span, i)) continue;
                 const i64 from = ((i64)n * a.sq + i) * a.ld_s + j;
                 const i64 row = (i64)pair * g.rows_padded + i;
-                const float w = ex2(fmaf(score_at(((const float*)a.s)[from], sc, a, span, i, j), LOG2E, -((const float*)g.lse2)[row]));
-#if DROPOUT
-                const float factor = kept_at(sc, a, span, i, j) ? a.drop_scale : 0.f;
-#else
-                const float factor = 1.f;
-#endif
-                if (w != 0.f) sum += (double)(w * (((const float*)g.dq_acc)[from] * factor - ((const float*)g.delta)[row]));
+                const float score = score_at(((const float*)a.s)[from], sc, a, span, i, j), lse2 = ((const float*)g.lse2)[row];
+                if (score == NEG_INF || __float_as_uint(lse2) == UNSEEN) continue;
+                const float w = ex2(fmaf(score, LOG2E, -lse2));
+                const bool kept = !DROPOUT || kept_at(sc, a, span, i, j);
+                const float dp = kept ? ((const float*)g.dq_acc)[from] * (DROPOUT ? a.drop_scale : 1.f) : 0.f;
+                sum += (double)(w * (dp - ((const float*)g.delta)[row]));
             }
         }
         if (RT > 1) {

@@ -2,6 +2,9 @@
 
 use super::super::{Family, Mask, Score, Spec, Variant, pitch};
 
+/// Columns that a product takes at most; wider rows come in slices.
+pub const SLICE: usize = 256;
+
 /// Rows and keys of a tile of the matrices for `spec`.
 pub fn tile(spec: &Spec, limit: u32) -> Option<(u32, u32)> {
     let widest = spec.padded.max(spec.padded_v).next_multiple_of(32);
@@ -10,7 +13,8 @@ pub fn tile(spec: &Spec, limit: u32) -> Option<(u32, u32)> {
         .into_iter()
         .map(|side| (side, side))
         .find(|&(m, n)| {
-            let product = m * pitch(spec.dtype, n) + m.max(n) * widest;
+            // The kernel has a bit for each row besides.
+            let product = m * pitch(spec.dtype, n) + m.max(n) * widest + m.div_ceil(32) * 4;
             ((m + n) * widest).max(product) <= limit
         })
 }
