@@ -322,7 +322,7 @@ fn odd_head_dims_in_bf16() {
     for d in [1, 40, 72, 96, 112, 200] {
         one::<bf16>(&backend, [d, d], Options::new().causal(true));
     }
-    for pair in [[64, 128], [192, 128], [7, 33]] {
+    for pair in [[64, 128], [192, 128], [7, 33], [80, 200]] {
         one::<bf16>(&backend, pair, Options::new());
     }
 }
@@ -653,9 +653,12 @@ fn hidden_values_do_not_leak_into_gradients() {
     });
     for (options, seed) in [(causal, 1), (window, 1), (dropout, 1), (Options::new(), 12)] {
         poisoned_in_places::<bf16>(&backend, 64, &options, seed, WAYS);
-        poisoned_in_places::<bf16>(&backend, 128, &options, seed, WAYS);
         poisoned_in_places::<f32>(&backend, 64, &options, seed, WAYS);
     }
+    // Of other tiles.
+    let causal = Options::new().causal(true);
+    poisoned_in_places::<bf16>(&backend, 128, &causal, 1, WAYS);
+    poisoned_in_places::<bf16>(&backend, 96, &causal, 12, WAYS);
     // Keys that no row sees and rows that see no key, infinite throughout.
     let options = Options::new().sinks(vec![0.5; 2]);
     for options in [options, Options::new()] {
