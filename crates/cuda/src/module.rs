@@ -24,6 +24,8 @@ pub struct Modules {
     prebuilt: Option<Store>,
     nvrtc_at: Option<PathBuf>,
     nvrtc: OnceLock<std::result::Result<Nvrtc, String>>,
+    /// What [`has_native`](Self::has_native) found.
+    native: OnceLock<bool>,
     loaded: RwLock<HashMap<String, CudaFunction>>,
     /// What [`serves`](Self::serves) did not find.
     absent: RwLock<HashSet<String>>,
@@ -47,6 +49,7 @@ impl Modules {
             prebuilt,
             nvrtc_at,
             nvrtc: OnceLock::new(),
+            native: OnceLock::new(),
             loaded: RwLock::default(),
             absent: RwLock::default(),
             making: Mutex::default(),
@@ -113,6 +116,9 @@ impl Modules {
     /// # Errors
     /// As [`get`](Self::get), [`Error::Unavailable`] apart.
     pub(crate) fn serves(&self, variant: &Variant) -> Result<bool> {
+        if self.known(variant).is_some() {
+            return Ok(true);
+        }
         let absent = |names: &HashSet<String>| names.contains(&variant.name);
         if absent(&self.absent.read().unwrap_or_else(PoisonError::into_inner)) {
             return Ok(false);
@@ -131,8 +137,11 @@ impl Modules {
 
     /// Whether kernels with the features of this chip alone may be found or made.
     pub(crate) fn has_native(&self) -> bool {
-        let native = native(self.compute);
-        self.prebuilt.is_some() || self.nvrtc().is_ok_and(|nvrtc| nvrtc.supports(&native))
+        // Asked at every call.
+        *self.native.get_or_init(|| {
+            let native = native(self.compute);
+            self.prebuilt.is_some() || self.nvrtc().is_ok_and(|nvrtc| nvrtc.supports(&native))
+        })
     }
 
     fn make(&self, variant: &Variant) -> Result<CudaFunction> {
