@@ -107,6 +107,7 @@ fn with_options(compute: i32) -> Vec<Variant> {
     let spec = |dtype, padded, mask| Spec {
         mask,
         score: Score::Modified,
+        extras: true,
         pairs: dtype == DType::F32,
         ..Spec::plain(dtype, padded)
     };
@@ -117,13 +118,20 @@ fn with_options(compute: i32) -> Vec<Variant> {
     };
     let wide = |dtype| Spec {
         score: Score::Folded,
+        extras: false,
         pairs: false,
         ..spec(dtype, 256, Mask::Upper)
+    };
+    let distances = Spec {
+        extras: false,
+        ..spec(DType::BF16, 128, Mask::Full)
     };
     let mut found = vec![
         fa2::variant(&all, limit, false),
         fa2::variant(&spec(DType::F32, 64, Mask::Full), limit, false),
         fa2::variant(&spec(DType::BF16, 256, Mask::Upper), limit, false),
+        fa2::variant(&spec(DType::BF16, 128, Mask::Full), limit, false),
+        fa2::variant(&distances, limit, false),
     ];
     for dtype in [DType::BF16, DType::F32] {
         found.push(fa2_wide::variant(

@@ -16,7 +16,7 @@ use tilewise_core::{
 
 use crate::backend::{CudaBackend, Uploaded, device_zeros, download, make_current, upload};
 use crate::error::{allocation, driver, unsupported};
-use crate::kernels::decode::{Pair, chunk_keys, variants};
+use crate::kernels::decode::{Chosen, chunk_keys, variant};
 use crate::kernels::{Mask, Score, Spec, pad};
 use crate::raw::{self, Shape};
 use crate::view::{DeviceView, DeviceViewMut, aligned};
@@ -155,6 +155,17 @@ impl Drop for Workspace<'_> {
 const MOST_KEPT: u64 = 64 << 20;
 /// And for so many streams.
 const MOST_ROOMS: usize = 16;
+/// Heads up to which several blocks may share one. Each has a counter of the blocks that have ended at
+/// the start of a room; all of them are 0 while nothing runs.
+const MOST_SHARED: u64 = 1 << 14;
+const COUNTERS: u64 = MOST_SHARED * 4;
+
+/// Queues the clearing of counters.
+fn clear(stream: &CudaStream, ptr: CUdeviceptr, bytes: u64) -> Result<()> {
+    // SAFETY: the caller allocated that many bytes there on this stream.
+    unsafe { result::memset_d8_async(ptr, 0, bytes as usize, stream.cu_stream()) }
+        .map_err(|e| driver("clearing counters", e))
+}
 
 /// Memory at rest that calls on `stream` have used: whatever comes next there is ordered after them.
 #[derive(Debug)]
@@ -194,13 +205,18 @@ impl States<'_> {
 pub(crate) struct Rooms(Mutex<Vec<Room>>);
 
 impl Rooms {
-    fn take<'a>(&self, stream: &'a Arc<CudaStream>, bytes: u64) -> Result<States<'a>> {
+    /// Counters that are 0, of `heads` heads at least, and `bytes` behind [`COUNTERS`] bytes.
+    fn take<'a>(&self, stream: &'a Arc<CudaStream>, heads: u64, bytes: u64) -> Result<States<'a>> {
         let what = "the states of chunks of keys";
+        let bytes = COUNTERS + bytes;
         let capturing = stream
             .capture_status()
             .map_err(|e| driver("cuStreamIsCapturing", e))?;
         if capturing != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            return Ok(States::Captured(Workspace::new(stream, what, bytes)?));
+            // What a graph's memory holds when it runs is not known.
+            let own = Workspace::new(stream, what, bytes)?;
+            clear(stream, own.ptr, heads * 4)?;
+            return Ok(States::Captured(own));
         }
         let mut rest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |room: &Room| room.bytes >= bytes && Arc::ptr_eq(&room.stream, stream);
@@ -210,15 +226,17 @@ impl Rooms {
         // One that is too small for this stream will not be asked for again.
         rest.retain(|room| !Arc::ptr_eq(&room.stream, stream));
         drop(rest);
-        let bytes = bytes.max(1 << 16).next_power_of_two();
+        let bytes = bytes.next_power_of_two();
         // SAFETY: a plain allocation on a live stream; nobody reads it before the kernels wrote it.
         let ptr = unsafe { result::malloc_async(stream.cu_stream(), bytes as usize) }
             .map_err(|e| allocation(what, bytes, e))?;
-        Ok(States::Kept(Room {
+        let room = Room {
             stream: Arc::clone(stream),
             ptr,
             bytes,
-        }))
+        };
+        clear(stream, ptr, COUNTERS)?;
+        Ok(States::Kept(room))
     }
 
     fn give(&self, states: States<'_>) {
@@ -234,12 +252,11 @@ impl Rooms {
     }
 }
 
-/// The kernels of one kind of call, loaded.
+/// The kernel of one kind of call, loaded.
 #[derive(Debug)]
 pub(crate) struct Ready {
-    pair: Pair,
-    split: CudaFunction,
-    merge: CudaFunction,
+    chosen: Chosen,
+    function: CudaFunction,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -263,17 +280,16 @@ impl Known {
             return Ok(Arc::clone(ready));
         }
         drop(known);
-        let pair =
-            variants(&key.spec, backend.shared_limit(), rows, key.paged).ok_or_else(|| {
+        let chosen =
+            variant(&key.spec, backend.shared_limit(), rows, key.paged).ok_or_else(|| {
                 unsupported(format!(
                     "head_dim {} in {} within this device's shared memory",
                     key.spec.padded, key.spec.dtype
                 ))
             })?;
         let ready = Arc::new(Ready {
-            split: backend.modules().get(&pair.split)?,
-            merge: backend.modules().get(&pair.merge)?,
-            pair,
+            function: backend.modules().get(&chosen.variant)?,
+            chosen,
         });
         self.kernels
             .write()
@@ -288,7 +304,7 @@ impl Known {
 fn parts(heads: u64, chunks: usize, room: u64) -> usize {
     let cost = |parts: usize| {
         let waves = (heads * parts as u64).div_ceil(room.max(1)) as f64;
-        // A quarter of a chunk to fill the pipeline, and about one for the second kernel.
+        // A quarter of a chunk to fill the pipeline, and about one to join what the blocks leave.
         waves * (chunks.div_ceil(parts) as f64 + 0.25) + if parts > 1 { 1.0 } else { 0.0 }
     };
     (1..=chunks.max(1))
@@ -340,7 +356,7 @@ fn lengths(problem: &Problem) -> Lengths {
     Lengths::Each(list)
 }
 
-/// Queues the kernels for the sequences that this schedule [`takes`]. The caller checked shapes and dtypes against `problem` and binds the context.
+/// Queues the kernel for the sequences that this schedule [`takes`]. The caller checked shapes and dtypes against `problem` and binds the context.
 pub(crate) fn run(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
@@ -398,13 +414,16 @@ pub(crate) fn run(
         paged,
     };
     let ready = backend.known().get(backend, key, most_rows)?;
-    let block_rows = ready.pair.rows as usize;
+    let block_rows = ready.chosen.rows as usize;
     let row_blocks = most_rows.div_ceil(block_rows).max(1);
     let pairs = count * dims.num_kv_heads;
     let chunks = longest.div_ceil(chunk_keys(longest));
     let heads = (pairs * row_blocks) as u64;
-    let room = backend.multiprocessors() * u64::from(ready.pair.blocks);
-    let parts = parts(heads, chunks, room);
+    let room = backend.multiprocessors() * u64::from(ready.chosen.blocks);
+    let parts = match heads <= MOST_SHARED {
+        true => parts(heads, chunks, room),
+        false => 1,
+    };
     let most_chunks = match &lengths {
         Lengths::Uniform(_) => chunks,
         Lengths::Each(list) => list
@@ -445,8 +464,6 @@ pub(crate) fn run(
         page_size: problem.page_size().unwrap_or(1).max(1) as i32,
         width: placed.width as i32,
         pages: placed.pages as i32,
-        pairs: pairs as i32,
-        most_rows: most_rows as i32,
         scale,
         softcap: options.get_softcap().unwrap_or(0.0) as f32,
         ..raw::Decode::default()
@@ -498,46 +515,28 @@ pub(crate) fn run(
     let rooms = &backend.known().rooms;
     let states = if parts > 1 {
         let slots = heads * most_chunks as u64 * args.rows as u64;
-        let room = rooms.take(stream, slots * (u64::from(padded) + 2) * 4)?;
+        let room = rooms.take(stream, heads, slots * (u64::from(padded) + 2) * 4)?;
+        args.ended = room.ptr();
         // Õ first: its rows are read in sixteen-byte pieces.
-        args.acc = room.ptr();
+        args.acc = args.ended + COUNTERS;
         args.m = args.acc + slots * u64::from(padded) * 4;
         args.l = args.m + slots * 4;
         Some(room)
     } else {
         None
     };
-    let launch = |function: &CudaFunction, shape: Shape, name: &str| {
-        // SAFETY: `function` was compiled from this crate's source and takes one `Decode`. The caller
-        // checked shapes against the problem, so that every address the kernel forms lies in the
-        // tensors and workspaces named in `args`; those outlive the launch on this stream.
-        unsafe { raw::launch(stream, function, shape, &args) }
-            .map_err(|e| driver(&format!("launching {name}"), e))
+    let variant = &ready.chosen.variant;
+    let shape = Shape {
+        grid: ((heads * parts as u64) as u32, 1),
+        threads: variant.threads,
+        shared: variant.shared,
     };
-    launch(
-        &ready.split,
-        Shape {
-            grid: ((heads * parts as u64) as u32, 1),
-            threads: ready.pair.split.threads,
-            shared: ready.pair.split.shared,
-        },
-        &ready.pair.split.name,
-    )?;
+    // SAFETY: the function was compiled from this crate's source and takes one `Decode`. The caller
+    // checked shapes against the problem, so that every address the kernel forms lies in the tensors and
+    // workspaces named in `args`; those outlive the launch on this stream, and counters are 0.
+    unsafe { raw::launch(stream, &ready.function, shape, &args) }
+        .map_err(|e| driver(&format!("launching {}", variant.name), e))?;
     if let Some(states) = states {
-        let blocks = (pairs * most_rows) as u64 * u64::from(padded.div_ceil(32));
-        let shape = Shape {
-            grid: (blocks as u32, 1),
-            threads: ready.pair.merge.threads,
-            shared: 0,
-        };
-        let name = &ready.pair.merge.name;
-        if backend.launches_dependents() {
-            // SAFETY: as `launch`; the kernel waits for the one before it.
-            unsafe { raw::launch_dependent(stream, ready.merge.cu_function(), shape, &args) }
-                .map_err(|e| driver(&format!("launching {name}"), e))?;
-        } else {
-            launch(&ready.merge, shape, name)?;
-        }
         rooms.give(states);
     }
     drop(small_room);

@@ -171,6 +171,7 @@ pub(crate) fn plan(problem: &Problem, first_key: usize, keys: usize) -> Result<P
         spec: Spec {
             mask,
             score,
+            extras: problem.has_bias() || problem.has_mask(),
             padded_v: pad(dims.head_dim_v).unwrap_or(most),
             dropout: options.get_dropout().is_some(),
             ..Spec::plain(problem.dtype(), pad(dims.head_dim).unwrap_or(most))

@@ -1,4 +1,4 @@
-//! q, k and v of f32 as pairs of f16, made once for a call of `fa2`: see `pairs.cu`.
+//! k and v of f32 as pairs of f16, made once for a call of `fa2`: see `pairs.cu`.
 
 use std::sync::Arc;
 
@@ -43,12 +43,11 @@ pub(crate) fn bytes(problem: &Problem) -> u64 {
     let d = problem.dims();
     let padded = |columns: usize| pad(columns).map_or(0, u64::from);
     let (columns, columns_v) = (padded(d.head_dim), padded(d.head_dim_v));
-    let q_rows = d.batch as u64 * d.num_heads as u64 * d.seqlen_q as u64;
     let k_rows = d.batch as u64 * d.num_kv_heads as u64 * d.seqlen_k as u64;
-    q_rows * (columns + 1) * 4 + k_rows * (columns + columns_v + 2) * 4
+    k_rows * (columns + columns_v + 2) * 4
 }
 
-/// Puts pairs of q, k and v, with their factors, in their place in `args`; the memory that holds them
+/// Puts pairs of k and v, with their factors, in their place in `args`; the memory that holds them
 /// must live until the launch that reads it is queued.
 pub(crate) fn pairs(
     backend: &CudaBackend,
@@ -56,41 +55,39 @@ pub(crate) fn pairs(
     args: &mut Args,
     spec: &Spec,
 ) -> Result<CudaSlice<u8>> {
-    let [batch, heads, sq, sk] = [args.batch, args.heads, args.sq, args.sk].map(|n| n as usize);
+    let [batch, heads, sk] = [args.batch, args.heads, args.sk].map(|n| n as usize);
     let kv_heads = heads / args.group_size as usize;
     let (columns, columns_v) = (spec.padded as usize, spec.padded_v as usize);
-    let (mut q, q_rows) = layout(&args.q, [batch, heads, sq], columns);
     let (mut k, k_rows) = layout(&args.k, [batch, kv_heads, sk], columns);
     let (mut v, v_rows) = layout(&args.v, [batch, kv_heads, sk], columns_v);
     // Two halves of two bytes an element, then the factors.
-    let rows = [(q_rows, columns), (k_rows, columns), (v_rows, columns_v)];
+    let rows = [(k_rows, columns), (v_rows, columns_v)];
     let elements = rows
         .iter()
         .map(|&(rows, columns)| rows * columns as u64 * 4);
-    let bytes = elements.sum::<u64>() + (q_rows + k_rows + v_rows) * 4;
-    let mut memory = scratch(stream, "q, k and v as pairs of f16", bytes)?;
+    let bytes = elements.sum::<u64>() + (k_rows + v_rows) * 4;
+    let mut memory = scratch(stream, "k and v as pairs of f16", bytes)?;
     let mut at = address(&mut memory, stream);
-    for (tensor, (rows, columns)) in [&mut q, &mut k, &mut v].into_iter().zip(rows) {
+    for (tensor, (rows, columns)) in [&mut k, &mut v].into_iter().zip(rows) {
         tensor.ptr = at;
         at += rows * columns as u64 * 4;
     }
-    let factors = [at, at + q_rows * 4, at + (q_rows + k_rows) * 4];
+    let factors = [at, at + k_rows * 4];
     let making = Args {
-        o: q,
         bias: k,
         mask: v,
-        m: factors[0],
-        l: factors[1],
-        acc: factors[2],
+        l: factors[0],
+        acc: factors[1],
         ld_s: columns as i64,
         ld_p: columns_v as i64,
         ..*args
     };
-    // Eight threads a row; each of the three tensors has its own blocks.
-    let blocks = (q_rows.max(k_rows).max(v_rows) * 8).div_ceil(256);
+    // Eight threads a row; each of the two tensors has its own blocks.
+    let blocks = (k_rows.max(v_rows) * 8).div_ceil(256);
     let blocks = blocks.clamp(1, 132 * 8);
-    launch(backend, stream, &split::variant(), (blocks, 3), &making)?;
-    (args.q, args.k, args.v) = (q, k, v);
-    [args.m, args.l, args.acc] = factors;
+    let variant = split::variant(spec.padded.max(spec.padded_v));
+    launch(backend, stream, &variant, (blocks, 2), &making)?;
+    (args.k, args.v) = (k, v);
+    [args.l, args.acc] = factors;
     Ok(memory)
 }

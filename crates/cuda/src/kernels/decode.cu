@@ -6,16 +6,14 @@
 //
 // The keys are cut into chunks at absolute positions that follow from seqlen_k alone. At the end of a chunk the warps' states are
 // joined in order, and the chunk's state is folded into what came before it. A block takes `parts`-th of a head's chunks: the
-// first block folds as it goes, the others write each chunk's state, and tw_decode_merge folds those in the same order by the
-// same arithmetic. So the bits depend neither on how many blocks shared a head nor on the batch.
+// first block folds as it goes, the others write each chunk's state, and whichever block ends last folds those in the same order by
+// the same arithmetic. So the bits depend neither on how many blocks shared a head nor on the batch.
 //
 //   WARPS   WM x 16 rows a block   STEP keys a step   STAGES steps a warp has in flight, one less while it computes   CHUNK keys at least a chunk
 //   XC columns of O~ exchanged at a time   QREG 1 = Q fragments stay in registers   PAGED 1 = K and V are pages behind a table
-//   MERGE 1 = tw_decode_merge in place of tw_decode
 //   SCORE 1 = scale, softcap, ALiBi, bias and boolean mask are applied to each score   MINB blocks a multiprocessor
 
 #define BM (WM * 16)
-#if !MERGE
 #define NT (WARPS * 32)
 #define NS (STEP / 8)                     // groups of eight keys
 // Rows of K and V that are whole 128-byte lines stand one after another, their chunks permuted within the line by the row's
@@ -29,7 +27,6 @@
 #define XTHREADS (BM * XC / 4)           // threads that join states, four columns each
 #define XBYTES (WARPS * BM * XPITCH * 4)
 #define QBYTES (BM * PITCH)
-#endif
 #define MOST_CHUNKS 128
 #define CHUNK_UNIT 128
 
@@ -48,6 +45,7 @@ struct Decode {
     u64 table;              // int [batch, width]
     u64 slopes, sinks;      // f32 [heads], or 0
     u64 m, l, acc;          // states of chunks: f32 [slot, rows], [slot, rows], [slot, rows, DP]
+    u64 ended;              // u32 [pair, row block]: how many of a head's blocks have ended, 0 before and after
     int kv_heads, group, sq, sk, d, dv;
     int left, right;        // key j is live for query i iff i + diag - left <= j <= i + diag + right
     int bottom_right;       // diag = sk - sq, else 0
@@ -55,8 +53,6 @@ struct Decode {
     int slots, rows;        // chunks a head may have, rows a block may have
     int row_blocks, lse_rows;
     int page_size, width, pages;
-    int pairs;              // (sequence, kv head) pairs
-    int most_rows;          // rows of the largest group
     float scale, softcap;
 };
 
@@ -150,7 +146,6 @@ template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, 
     }
 }
 
-#if !MERGE
 // ---- tiles of K and V ----------------------------------------------------------------------------------------------------
 
 DEV u32 place_at(int row, int byte) { return row * KV_PITCH + (DENSE ? byte ^ (row & 7) * 16 : byte); }
@@ -262,6 +257,90 @@ template <bool AREG> DEV void scores(float (&c)[WM][NS][4], u32 q, const u32 (*a
 #endif
 }
 
+// ---- what is left when the last block ends ---------------------------------------------------------------------------------
+
+// By way of L2, where other blocks' states are; volatile, so that no load waits until another has been used.
+DEV float fetch(const float* at) {
+    float y;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(y) : "l"(at));
+    return y;
+}
+DEV float4 fetch4(const float* at) {
+    float4 y;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w) : "l"(at));
+    return y;
+}
+
+// Folds the states of chunks into what the first block has folded, in order, and writes the rows. smem: as `Tile::shared` says.
+#define FETCHED 16
+DEV void fold_rest(const Decode& a, const Group& w, i64 base, char* smem) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rows = w.r1 - w.r0, rest = w.chunks - w.folded;
+    // Of each row and chunk: the factors of what came before and of the chunk, and the chunk's l; of each row the last m.
+    float2* const factors = (float2*)smem;
+    float *const sums = (float*)(factors + BM * MOST_CHUNKS), *const tops = sums + BM * MOST_CHUNKS;
+    const float c = exponent(a);
+    const float *const ms = (const float*)a.m + base, *const ls = (const float*)a.l + base;
+    for (int row = warp; row < rows; row += WARPS) {
+        float before = fetch(ms + row), m[MOST_CHUNKS / 32], l[MOST_CHUNKS / 32];
+#pragma unroll
+        for (int t = 0; t < MOST_CHUNKS / 32; ++t) {
+            const i64 at = (i64)(w.folded + min(t * 32 + lane, rest - 1)) * a.rows + row;
+            m[t] = fetch(ms + at);
+            l[t] = fetch(ls + at);
+        }
+#pragma unroll
+        for (int t = 0; t < MOST_CHUNKS / 32; ++t) {
+            // With the running maxima known, so are all factors.
+            const float its = t * 32 + lane < rest ? m[t] : NEG_INF;
+            float top = its;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const float other = __shfl_up_sync(0xffffffffu, top, d);
+                if (lane >= d) top = fmaxf(top, other);
+            }
+            top = fmaxf(top, before);
+            float last = __shfl_up_sync(0xffffffffu, top, 1);
+            if (lane == 0) last = before;
+            const Joint f = weigh(last, its, c);
+            factors[row * MOST_CHUNKS + t * 32 + lane] = make_float2(f.a, f.b);
+            sums[row * MOST_CHUNKS + t * 32 + lane] = l[t];
+            before = __shfl_sync(0xffffffffu, top, 31);
+        }
+        if (lane == 0) tops[row] = before;
+    }
+    __syncthreads();
+    for (int item = tid; item < rows * (DP / 4); item += NT) {
+        const int row = item / (DP / 4), col = item % (DP / 4) * 4;
+        const float* const xs = (const float*)a.acc + (base + row) * DP + col;
+        const i64 step = (i64)a.rows * DP;
+        float4 begun = fetch4(xs), next[FETCHED];
+        float x[4] = {begun.x, begun.y, begun.z, begun.w}, l = fetch(ls + row);
+        auto bring = [&](int k0) {
+#pragma unroll
+            for (int k = 0; k < FETCHED; ++k) next[k] = fetch4(xs + (w.folded + min(k0 + k, rest - 1)) * step);
+        };
+        bring(0);
+#pragma unroll 1
+        for (int k0 = 0; k0 < rest; k0 += FETCHED) {
+            float4 now[FETCHED];
+#pragma unroll
+            for (int k = 0; k < FETCHED; ++k) now[k] = next[k];
+            if (k0 + FETCHED < rest) bring(k0 + FETCHED);
+#pragma unroll
+            for (int k = 0; k < FETCHED; ++k) {
+                if (k0 + k >= rest) break;
+                const float2 f = factors[row * MOST_CHUNKS + k0 + k];
+                x[0] = join(x[0], f.x, now[k].x, f.y);
+                x[1] = join(x[1], f.x, now[k].y, f.y);
+                x[2] = join(x[2], f.x, now[k].z, f.y);
+                x[3] = join(x[3], f.x, now[k].w, f.y);
+                l = join(l, f.x, sums[row * MOST_CHUNKS + k0 + k], f.y);
+            }
+        }
+        emit(a, w, w.r0 + row, col, col == 0, x, tops[row], l);
+    }
+}
+
 // ---- the split -----------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_constant__ Decode a) {
@@ -273,9 +352,6 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
     const int c0 = w.first + (int)(((i64)part * w.chunks + a.parts - 1) / a.parts);
     const int c1 = w.first + (int)(((i64)(part + 1) * w.chunks + a.parts - 1) / a.parts);
     if (part > 0 && c0 >= c1) return;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 
     const u32 kv_at = smem_u32(smem) + warp * STAGES * STEP_BYTES;
     char* const after = smem + WARPS * STAGES * STEP_BYTES;
@@ -688,100 +764,37 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
         }
     }
     cp_wait<0>();
-    if (part > 0) return;
 
-    const int row = tid / (XC / 4), col = tid % (XC / 4) * 4;
-    if (tid >= XTHREADS || w.r0 + row >= w.r1) return;
-    if (w.folded >= w.chunks) {
+    const i64 base = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows;
+    if (part == 0) {
+        const int row = tid / (XC / 4), col = tid % (XC / 4) * 4;
+        const bool mine = tid < XTHREADS && w.r0 + row < w.r1;
+        if (w.folded >= w.chunks) {
+            if (!mine) return;
 #pragma unroll
-        for (int n = 0; n < DP / XC; ++n) emit(a, w, w.r0 + row, n * XC + col, n == 0 && col == 0, run[n], run_m, run_l);
-    } else {
-        const i64 at = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows + row;
+            for (int n = 0; n < DP / XC; ++n) emit(a, w, w.r0 + row, n * XC + col, n == 0 && col == 0, run[n], run_m, run_l);
+            return;
+        }
+        if (mine) {
 #pragma unroll
-        for (int n = 0; n < DP / XC; ++n)
-            *(float4*)((float*)a.acc + at * DP + n * XC + col) = make_float4(run[n][0], run[n][1], run[n][2], run[n][3]);
-        if (col == 0) {
-            ((float*)a.m)[at] = run_m;
-            ((float*)a.l)[at] = run_l;
+            for (int n = 0; n < DP / XC; ++n)
+                *(float4*)((float*)a.acc + (base + row) * DP + n * XC + col) = make_float4(run[n][0], run[n][1], run[n][2], run[n][3]);
+            if (col == 0) {
+                ((float*)a.m)[base + row] = run_m;
+                ((float*)a.l)[base + row] = run_l;
+            }
         }
     }
-}
-
-#else
-// The merge may be launched before the split has ended (programmatic dependent launch) and waits here for all it wrote.
-#if __CUDA_ARCH__ >= 900
-#define AFTER_THE_SPLIT asm volatile("griddepcontrol.wait;" ::: "memory");
-#else
-#define AFTER_THE_SPLIT
-#endif
-// ---- the merge -----------------------------------------------------------------------------------------------------------
-
-// A block folds 32 columns of a row, a lane a column. State 0 is what the first part folded; the rest are chunks in order, 32 for
-// each warp. All of them are read at once; the warps then fold one after another what each has read.
-#define WIDE ((DP + 31) / 32) // blocks a row
-extern "C" __global__ void __launch_bounds__(128) tw_decode_merge(const __grid_constant__ Decode a) {
-    static_assert(MOST_CHUNKS <= 4 * 32, "each warp has one chunk a lane");
-    __shared__ float tops[4], handed[2][32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    AFTER_THE_SPLIT
-    const int job = blockIdx.x / WIDE, col = (blockIdx.x - job * WIDE) * 32 + lane;
-    const int pair = job / a.most_rows, r = job - pair * a.most_rows, rb = r / BM;
-    const Group w = group_of(a, pair, rb);
-    if (r >= w.r1 || w.folded >= w.chunks) return;
-    const float c = exponent(a);
-    const i64 base = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows + (r - w.r0);
-    const float* const ms = (const float*)a.m + base;
-    const float* const ls = (const float*)a.l + base;
-    const float* const xs = (const float*)a.acc + base * DP + min(col, DP - 1);
-
-    const int from = w.folded + warp * 32, count = min(32, w.chunks - from), last = w.chunks - 1;
-    // Volatile, so that no load waits for another to be used. What lies beyond the last chunk is not used.
-    const auto load = [](const float* at) {
-        float y;
-        asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at));
-        return y;
-    };
-    float m = load(ms), l = load(ls), x[1] = {load(xs)}, its_x[32];
-    float its_m = load(ms + (i64)min(from + lane, last) * a.rows);
-    const float its_l = load(ls + (i64)min(from + lane, last) * a.rows);
-#pragma unroll
-    for (int k = 0; k < 32; ++k) its_x[k] = load(xs + (i64)min(from + k, last) * a.rows * DP);
-
-    // With the running maxima known, so are all factors.
-    if (lane >= count) its_m = NEG_INF;
-    float top = its_m;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, top, d);
-        if (lane >= d) top = fmaxf(top, other);
-    }
-    if (lane == 31) tops[warp] = top;
+    // Whoever ends last finds all states in L2: each block's are there before it is counted.
+    __threadfence();
     __syncthreads();
-    for (int k = 0; k < warp; ++k) m = fmaxf(m, tops[k]);
-    top = fmaxf(top, m);
-    float before = __shfl_up_sync(0xffffffffu, top, 1);
-    if (lane == 0) before = m;
-    const Joint f = weigh(before, its_m, c);
-    const float most = __shfl_sync(0xffffffffu, top, 31);
-#pragma unroll 1
-    for (int turn = 0; w.folded + turn * 32 < w.chunks; ++turn) {
-        if (turn == warp) {
-            if (turn > 0) {
-                x[0] = handed[0][lane];
-                l = handed[1][lane];
-            }
-#pragma unroll
-            for (int k = 0; k < 32; ++k) {
-                if (k >= count) break;
-                const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, its_l, k);
-                l = join(l, fa, fl, fb);
-                x[0] = join(x[0], fa, its_x[k], fb);
-            }
-            handed[0][lane] = x[0];
-            handed[1][lane] = l;
-            if (from + 32 >= w.chunks && col < DP) emit(a, w, r, col, col == 0, x, most, l);
-        }
-        __syncthreads();
+    bool last = false;
+    if (tid == 0) {
+        u32* const ended = (u32*)a.ended + (pair * a.row_blocks + rb);
+        last = atomicAdd(ended, 1u) == (u32)min(a.parts, w.chunks) - 1;
+        // As the next call must find it.
+        if (last) *ended = 0;
+        __threadfence();
     }
+    if (__syncthreads_or(last)) fold_rest(a, w, base, smem);
 }
-#endif

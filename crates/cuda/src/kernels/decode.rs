@@ -94,7 +94,10 @@ impl Tile {
         } else {
             exchange + q
         };
-        self.warps * self.stages * 2 * STEP * kv_pitch + after + self.warps * rows * 8
+        let pipelines = self.warps * self.stages * 2 * STEP * kv_pitch + after;
+        // In the end two factors and an ℓ of each row and chunk stand there, and the rows' m.
+        let joining = rows * (MOST_CHUNKS as u32 * 12 + 4);
+        (pipelines + self.warps * rows * 8).max(joining)
     }
 }
 
@@ -111,57 +114,45 @@ fn choose(spec: &Spec, limit: u32, wm: u32) -> Option<(Tile, u32)> {
         .find(|&(_, shared)| shared <= limit)
 }
 
-/// The pair of kernels for one problem.
+/// The kernel for one problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pair {
-    /// States of chunks, or the whole result.
-    pub split: Variant,
-    /// Folds the states.
-    pub merge: Variant,
+pub struct Chosen {
+    /// As compiled.
+    pub variant: Variant,
     /// Rows a block.
     pub rows: u32,
     /// Blocks that fit a multiprocessor.
     pub blocks: u32,
 }
 
-/// The variants for `spec` within `limit` bytes of shared memory, for groups of up to `rows` rows.
+/// The variant for `spec` within `limit` bytes of shared memory, for groups of up to `rows` rows.
 /// The spec's mask is not looked at: bounds are tested at run time.
-pub fn variants(spec: &Spec, limit: u32, rows: usize, paged: bool) -> Option<Pair> {
+pub fn variant(spec: &Spec, limit: u32, rows: usize, paged: bool) -> Option<Chosen> {
     let two = (rows > 16).then(|| choose(spec, limit, 2)).flatten();
     let (tile, shared) = two.or_else(|| choose(spec, limit, 1))?;
     let spec = Spec {
         mask: Mask::Band,
         ..*spec
     };
-    let (wm, chunk) = (("WM", tile.wm as i32), ("CHUNK", CHUNK as i32));
-    let mut split = vec![
-        wm,
+    let macros = [
+        ("WM", tile.wm as i32),
         ("WARPS", tile.warps as i32),
         ("STEP", STEP as i32),
         ("STAGES", tile.stages as i32),
-        chunk,
+        ("CHUNK", CHUNK as i32),
         ("XC", tile.exchanged(spec.padded) as i32),
         ("QREG", i32::from(tile.qreg)),
         ("MINB", tile.blocks as i32),
         ("PAGED", i32::from(paged)),
     ];
-    split.push(("MERGE", 0));
-    Some(Pair {
-        split: Variant::new(
+    Some(Chosen {
+        variant: Variant::new(
             Family::Decode,
             "tw_decode",
             &spec,
-            &split,
+            &macros,
             tile.warps * 32,
             shared,
-        ),
-        merge: Variant::new(
-            Family::Decode,
-            "tw_decode_merge",
-            &spec,
-            &[wm, chunk, ("MERGE", 1)],
-            128,
-            0,
         ),
         rows: tile.wm * 16,
         blocks: tile.blocks,

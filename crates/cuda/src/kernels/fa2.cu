@@ -21,11 +21,22 @@
 #define K_BYTES (BN * PITCH_K)
 #define STAGE_BYTES (K_BYTES + BN * PITCH_V)
 
+// Bias and mask of a tile (EXTRAS 2: STAGES 1, elements of 16 bits).
+#define PITCH_B PITCH_OF(BN)
+#define PITCH_M (BN + 16)
+
 // The barrier after a tile of V arrived, and whether it holds NaN or infinite values. Factors of pairs say so by their sign.
 #if PAIRS
 #define LOOK_THROUGH(tile) (__syncthreads(), marked(v_factor))
 #else
 #define LOOK_THROUGH(tile) arrived_nonfinite<BN, DV, NT, PITCH_V, DENSE>(tile, edge || F32 || hides, tid)
+#endif
+
+// Q comes as it lies: f32 is made pairs of here.
+#if PAIRS
+typedef io q_elem;
+#else
+typedef elem q_elem;
 #endif
 
 template <bool B> struct Known {
@@ -39,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 
     const Place at = place_of(a);
     const Span span = at.span;
-    const elem* qp = rows_of(a.q, at.q_batch, at.h, at.q_row);
+    const auto* qp = rows_of<q_elem>(a.q, at.q_batch, at.h, at.q_row);
     const elem* kp = rows_of(a.k, at.k_batch, at.hk, at.k_row);
     const elem* vp = rows_of(a.v, at.k_batch, at.hk, at.k_row);
     Score score = {};
@@ -56,25 +67,24 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
     // Live range of the warp's rows: tiles outside it hold nothing for this warp.
     const int w_hi = last_key(span, min(w0 + WM * 16, span.sq) - 1), w_lo = first_key(span, w0);
 
-    // Pairs are padded already.
+    // Pairs of K and V are padded already.
     const int d = PAIRS ? COLS_K : a.d, dv = PAIRS ? COLS_V : a.dv;
 #if PAIRS
     // One factor a row, where the row would stand were it one element.
     auto factors = [&](u64 of, const elem* rows, const Tensor& t, int cols) { return (const float*)of + (rows - (const elem*)t.ptr) / cols; };
     const float *kf = factors(a.l, kp, a.k, COLS_K), *vf = factors(a.acc, vp, a.v, COLS_V);
-    float q_factor[WM][2];
-#pragma unroll
-    for (int x = 0; x < WM; ++x)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) q_factor[x][r] = fabsf(factors(a.m, qp, a.q, COLS_K)[min(row0 + x * 16 + r * 8, span.sq - 1) * (a.q.ss / COLS_K)]);
-#endif
-
+    const u32 q_factor_at = q_at + (warp * WM * 16 + (lane >> 2)) * PITCH_Q + PITCH_Q - 16;
+#else
     load_tile<BM, COLS_K, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, d, tid);
+#endif
     if (any) {
         load_tile<BN, COLS_K, NT, PITCH_K, DENSE>(kv_at, a.k, kp, jmax * BN, span.sk, d, tid);
         if (STAGES == 2) load_tile<BN, COLS_V, NT, PITCH_V, DENSE>(kv_at + K_BYTES, a.v, vp, jmax * BN, span.sk, dv, tid);
     }
     cp_commit();
+#if PAIRS
+    if (any) load_pairs<BM, DP, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, a.d, tid);
+#endif
 
     float acc[WM][DV / 8][4], m[WM][2], l[WM][2];
 #pragma unroll
@@ -109,6 +119,9 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
         }
 #endif
 
+#if EXTRAS == 2
+    const u32 b_at = kv_at + STAGES * STAGE_BYTES, m_at = b_at + BM * PITCH_B;
+#endif
 #if QREG
     u32 qf[DP / 16][WM][4];
 #endif
@@ -138,6 +151,10 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #else
         __syncthreads();
         load_tile<BN, COLS_V, NT, PITCH_V, DENSE>(v_at, a.v, vp, key0, span.sk, dv, tid);
+#if EXTRAS == 2
+        if (score.bias) load_piece<BM, BN, NT>(b_at, a.bias, score.bias, i0, key0, span, tid);
+        if (score.mask) load_piece<BM, BN, NT>(m_at, a.mask, score.mask, i0, key0, span, tid);
+#endif
         cp_commit();
 #endif
 #if QREG
@@ -202,6 +219,11 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #endif
 
 #if PAIRS
+        float q_factor[WM][2];
+#pragma unroll
+        for (int x = 0; x < WM; ++x)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) q_factor[x][r] = __uint_as_float(lds32(q_factor_at + (x * 16 + r * 8) * PITCH_Q));
 #pragma unroll
         for (int x = 0; x < WM; ++x)
 #pragma unroll
@@ -210,14 +232,15 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
                 for (int e = 0; e < 4; ++e) s[x][n][e] *= q_factor[x][e >> 1] * fabsf(k_factor[n][e & 1]);
 #endif
 #if SCORE == 2
-        score_tile<false>(s, score, a, span, row0, key0 + 2 * (lane & 3));
+#if EXTRAS == 2
+        const u32 own = warp * WM * 16 + (lane >> 2);
+        const Pieces pieces = {b_at + own * PITCH_B + (lane & 3) * 4, PITCH_B, m_at + own * PITCH_M + (lane & 3) * 2, PITCH_M};
+#else
+        const Pieces pieces = {};
+#endif
+        score_tile<false>(s, score, a, span, row0, key0 + 2 * (lane & 3), pieces);
 #elif SCORE == 1
-#pragma unroll
-        for (int x = 0; x < WM; ++x)
-#pragma unroll
-            for (int n = 0; n < BN / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[x][n][e] = score_of(s[x][n][e], a);
+        scale_tile(s, a);
 #endif
         if (edge) hide_edge(s, span, row0, key0, lane);
         float mc[WM][2];

@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Spec, Variant, key_pitch, pitch};
+use super::{Family, Score, Spec, Variant, key_pitch, pitch};
 
 /// How a block of `tw_fa2` is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,10 +70,24 @@ const PAIRS: &[Tile] = &[
     tile(256, [2, 1, 16, 1], [false, false], 1),
 ];
 
+// With tiles of bias and mask beside those of K and V.
+const EXTRAS: &[Tile] = &[
+    tile(128, [4, 2, 64, 1], [false, false], 2),
+    tile(160, [4, 2, 32, 1], [false, false], 2),
+    tile(256, [4, 1, 64, 1], [false, false], 2),
+    tile(256, [4, 1, 32, 1], [false, false], 1),
+];
+
+/// Whether tiles of bias and mask come through shared memory, which `EXTRAS` of `score.cu` calls 2.
+fn brings_extras(spec: &Spec) -> bool {
+    spec.extras && spec.dtype != DType::F32
+}
+
 fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
     let table = match (spec.pairs, spec.dtype) {
         (true, _) => PAIRS,
         (false, DType::F32) => SINGLE,
+        (false, _) if spec.extras => EXTRAS,
         (false, _) => HALF,
     };
     table
@@ -87,7 +101,12 @@ fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
                 .map(|columns| key_pitch(spec.dtype, columns, spec.pairs))
                 .iter()
                 .sum();
-            (*tile, rows + tile.stages * tile.bn * key)
+            let extras = if brings_extras(spec) {
+                tile.warps * tile.wm * 16 * (pitch(spec.dtype, tile.bn) + tile.bn + 16)
+            } else {
+                0
+            };
+            (*tile, rows + tile.stages * tile.bn * key + extras)
         })
         .find(|&(_, shared)| shared <= limit)
 }
@@ -96,20 +115,25 @@ fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
 /// keys into a running state.
 pub fn variant(spec: &Spec, limit: u32, state: bool) -> Option<Variant> {
     let (tile, shared) = choose(spec, limit)?;
+    let mut macros = vec![
+        ("WARPS", tile.warps as i32),
+        ("WM", tile.wm as i32),
+        ("BN", tile.bn as i32),
+        ("STAGES", tile.stages as i32),
+        ("QREG", i32::from(tile.qreg)),
+        ("PEEL", i32::from(tile.peel)),
+        ("MINB", tile.blocks as i32),
+        ("STATE", i32::from(state)),
+    ];
+    if spec.score == Score::Modified {
+        let extras = i32::from(spec.extras) + i32::from(brings_extras(spec));
+        macros.push(("EXTRAS", extras));
+    }
     Some(Variant::new(
         Family::Fa2,
         "tw_fa2",
         spec,
-        &[
-            ("WARPS", tile.warps as i32),
-            ("WM", tile.wm as i32),
-            ("BN", tile.bn as i32),
-            ("STAGES", tile.stages as i32),
-            ("QREG", i32::from(tile.qreg)),
-            ("PEEL", i32::from(tile.peel)),
-            ("MINB", tile.blocks as i32),
-            ("STATE", i32::from(state)),
-        ],
+        &macros,
         tile.warps * 32,
         shared,
     ))

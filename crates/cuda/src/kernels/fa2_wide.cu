@@ -8,8 +8,10 @@
 
 #define NT (WARPS * 32)
 #define BM (WARPS * WM * 16)
-#define PITCH_V PITCH_OF(DV)
-#define SLICE_BYTES ((BM + BN) * PITCH)
+#define DENSE (!F32)
+#define PITCH_K (DENSE ? DENSE_PITCH(DP) : PITCH)
+#define PITCH_V (DENSE ? DENSE_PITCH(DV) : PITCH_OF(DV))
+#define SLICE_BYTES (BM * PITCH + BN * PITCH_K)
 
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2_wide(const __grid_constant__ Args a) {
     extern __shared__ __align__(128) char smem[];
@@ -35,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2_wide(const __grid_
     // Slice t of tile j into the stage of its parity; what comes after the last slice of a tile is the first of the next.
     auto load = [&](int j, int t, u32 stage) {
         load_tile<BM, DP, NT>(stage, a.q, qp + t * DP * a.q.sd, i0, span.sq, a.d - t * DP, tid);
-        load_tile<BN, DP, NT>(stage + BM * PITCH, a.k, kp + t * DP * a.k.sd, j * BN, span.sk, a.d - t * DP, tid);
+        load_tile<BN, DP, NT, PITCH_K, DENSE>(stage + BM * PITCH, a.k, kp + t * DP * a.k.sd, j * BN, span.sk, a.d - t * DP, tid);
     };
     if (any) load(jmax, 0, base);
     cp_commit();
@@ -75,28 +77,23 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2_wide(const __grid_
             __syncthreads();
             const u32 q_at = stage, k_at = stage + BM * PITCH;
             stage = base + SLICE_BYTES - (stage - base);
-            if (t == 0) load_tile<BN, DV, NT>(v_at, a.v, vp, key0, span.sk, a.dv - col0, tid);
+            if (t == 0) load_tile<BN, DV, NT, PITCH_V, DENSE>(v_at, a.v, vp, key0, span.sk, a.dv - col0, tid);
             if (t + 1 < slices) load(j, t + 1, stage);
             else if (j > jmin) load(j - 1, 0, stage);
             cp_commit();
-            product_nt<WM, BN / 8, DP, false>(s, q_at + warp * WM * 16 * PITCH, PITCH, nullptr, k_at, PITCH, lane);
+            product_nt<WM, BN / 8, DP, false, DENSE>(s, q_at + warp * WM * 16 * PITCH, PITCH, nullptr, k_at, PITCH_K, lane);
         }
 #if SCORE == 2
         score_tile<false>(s, score, a, span, row0, key0 + 2 * (lane & 3));
 #elif SCORE == 1
-#pragma unroll
-        for (int x = 0; x < WM; ++x)
-#pragma unroll
-            for (int n = 0; n < BN / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[x][n][e] = score_of(s[x][n][e], a);
+        scale_tile(s, a);
 #endif
         if (edge) hide_edge(s, span, row0, key0, lane);
         float mc[WM][2];
         raise_max(s, m, l, acc, mc, c);
         cp_wait<0>();
-        if (arrived_nonfinite<BN, DV, NT>(v_at, edge || F32 || hides, tid)) take_nonfinite<BN, DV, NT>(acc, v_at, weights, tid);
-        add_values(acc, l, s, mc, weights, v_at, PITCH_V);
+        if (arrived_nonfinite<BN, DV, NT, PITCH_V, DENSE>(v_at, edge || F32 || hides, tid)) take_nonfinite<BN, DV, NT, PITCH_V, DENSE>(acc, v_at, weights, tid);
+        add_values<DENSE>(acc, l, s, mc, weights, v_at, PITCH_V);
     }
     cp_wait<0>();
     // The staging rows of one warp lie where others read slices and V.
@@ -105,5 +102,5 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2_wide(const __grid_
     for (int x = 0; x < WM; ++x)
 #pragma unroll
         for (int r = 0; r < 2; ++r) l[x][r] = quad_sum(l[x][r]);
-    write_rows(acc, m, l, at, a, smem + warp * WM * 16 * PITCH_V, PITCH_V, w0, col0, lane);
+    write_rows(acc, m, l, at, a, smem + warp * WM * 16 * PITCH_OF(DV), PITCH_OF(DV), w0, col0, lane);
 }

@@ -2,7 +2,7 @@
 
 use tilewise_core::DType;
 
-use super::{Family, Spec, Variant, pad, pitch};
+use super::{Family, Spec, Variant, key_pitch, pad, pitch};
 
 /// Columns of Q and K a slice.
 const SLICE: u32 = 64;
@@ -39,9 +39,11 @@ pub fn variant(spec: &Spec, tile: Tile, limit: u32) -> Option<Variant> {
         padded_v: tile.columns,
         ..*spec
     };
-    let row = pitch(spec.dtype, tile.columns);
-    let shared = (2 * (tile.rows + tile.keys) * pitch(spec.dtype, SLICE) + tile.keys * row)
-        .max(tile.rows * row);
+    let key = |columns| key_pitch(spec.dtype, columns, false);
+    let slice = tile.rows * pitch(spec.dtype, SLICE) + tile.keys * key(SLICE);
+    // Slices and V, then the output.
+    let shared = (2 * slice + tile.keys * key(tile.columns))
+        .max(tile.rows * pitch(spec.dtype, tile.columns));
     (shared <= limit).then(|| {
         Variant::new(
             Family::Fa2Wide,

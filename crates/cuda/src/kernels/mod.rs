@@ -291,6 +291,8 @@ pub struct Spec {
     pub mask: Mask,
     /// What becomes of scores.
     pub score: Score,
+    /// A bias or a boolean mask lies in memory; only where scores are [`Score::Modified`].
+    pub extras: bool,
     /// Weights are dropped.
     pub dropout: bool,
     /// Rows and keys are those of sequences in a table: packed, or with used lengths.
@@ -310,6 +312,7 @@ impl Spec {
             padded_v: padded,
             mask: Mask::Full,
             score: Score::Folded,
+            extras: false,
             dropout: false,
             sequences: false,
             aligned: true,
@@ -524,12 +527,21 @@ fn specs(dtype: DType, head_dim: usize, selection: &Selection) -> Vec<Spec> {
                 Score::Applied => selection.score,
                 Score::Modified => selection.options,
             };
-            for dropout in [false, true] {
+            let extras = if score == Score::Modified {
+                &[false, true][..]
+            } else {
+                &[false][..]
+            };
+            for (&extras, dropout) in extras
+                .iter()
+                .flat_map(|extras| [false, true].map(|dropout| (extras, dropout)))
+            {
                 for sequences in [false, true] {
                     if wanted && (selection.options || !(dropout || sequences)) {
                         specs.push(Spec {
                             mask,
                             score,
+                            extras,
                             dropout,
                             sequences,
                             ..plain
@@ -556,6 +568,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
     let flags = |on: bool| if on { &[false, true][..] } else { &[false][..] };
     for &dtype in &selection.dtypes {
         for &head_dim in &selection.head_dims {
+            if let Some(padded) = pad(head_dim).filter(|_| dtype == DType::F32) {
+                add(Some(split::variant(padded)));
+            }
             for spec in specs(dtype, head_dim, selection) {
                 let bare = !spec.dropout && !spec.sequences;
                 if pad(head_dim).is_some() {
@@ -634,19 +649,14 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                         ..Spec::plain(dtype, padded)
                     };
                     for (rows, paged) in [(16, false), (16, true), (17, false), (17, true)] {
-                        if let Some(pair) = decode::variants(&spec, limit, rows, paged) {
-                            add(Some(pair.split));
-                            add(Some(pair.merge));
-                        }
+                        let chosen = decode::variant(&spec, limit, rows, paged);
+                        add(chosen.map(|chosen| chosen.variant));
                     }
                 }
             }
         }
         for entry in state::ENTRIES {
             add(Some(state::variant(entry, dtype)));
-        }
-        if dtype == DType::F32 {
-            add(Some(split::variant()));
         }
         for entry in pack::ENTRIES {
             add(Some(pack::variant(entry, dtype)));
@@ -756,9 +766,10 @@ mod tests {
             let limit = shared_limit(compute);
             for dtype in [DType::F16, DType::BF16, DType::F32] {
                 for padded in PADDED {
-                    for mask in Mask::ALL {
+                    for (mask, extras) in Mask::ALL.map(|mask| (mask, mask == Mask::Band)) {
                         for aligned in [false, true] {
                             let spec = Spec {
+                                extras: extras && !aligned,
                                 mask,
                                 score: if aligned {
                                     Score::Folded
@@ -786,8 +797,8 @@ mod tests {
                                 found.extend(all);
                             }
                             for (rows, paged) in [(1, false), (64, true)] {
-                                let pair = decode::variants(&spec, limit, rows, paged);
-                                found.push(pair.map(|pair| pair.split));
+                                let chosen = decode::variant(&spec, limit, rows, paged);
+                                found.push(chosen.map(|chosen| chosen.variant));
                             }
                             for variant in found {
                                 let variant =

@@ -1,7 +1,7 @@
 // f32 as pairs of f16: x = (hi + lo / 2048) factor, factor a power of two for a whole row, set so that the row's largest element
 // stands at 2^14. Three f16 products of such pairs keep 22 bits of each factor, as three tf32 products of split f32 would, at the
 // rate of f16; what a pair loses at its lower end is below 2^-50 of the largest element of its row. `tw_split` makes the pairs of
-// Q, K and V once; those of P are made in registers.
+// K and V once, for all row blocks; those of Q are made by the block that takes its rows, those of P in registers.
 //
 //   PAIRS 1 = rows of tiles are hi (DP or DV columns), then lo; products of hi and of hi x lo are summed apart
 
@@ -15,7 +15,82 @@ DEV void split2(float x, float y, u32& hi, u32& lo) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(lo) : "f"((y - hy) * LO_SCALE), "f"((x - hx) * LO_SCALE));
 }
 
+// Eight lanes share a row, each with four columns of every 32.
+#define PAIR_LANES 8
+
+// Whether rows of f32 may be read in 16-byte pieces.
+DEV bool whole_rows(const Tensor& t, int d) { return t.sd == 1 && ((t.ptr | (u64)((t.sb | t.sh | t.ss | d) * 4)) & 15) == 0; }
+
+// This lane's part of a row of d columns, zero beyond.
+template <int N> DEV void read_row(float (&v)[N][4], const float* x, const Tensor& t, int d, bool whole, bool live, int lane) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int c = i * 32 + lane * 4;
+        if (whole) *(float4*)v[i] = live && c < d ? *(const float4*)(x + c) : make_float4(0.f, 0.f, 0.f, 0.f);
+        else
+#pragma unroll
+            for (int e = 0; e < 4; ++e) v[i][e] = live && c + e < d ? x[(c + e) * t.sd] : 0.f;
+    }
+}
+
+// The pairs of a row, given to `store` for each four columns, and their factor: negative where the row has NaN or infinite values.
+// The whole warp must take part.
+template <int N, class F> DEV float pair_row(const float (&v)[N][4], F store) {
+    float top = 0.f;
+    bool odd = false;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float size = fabsf(v[i][e]);
+            if (size < __int_as_float(0x7f800000)) top = fmaxf(top, size);
+            else odd = true;
+        }
+#pragma unroll
+    for (int w = PAIR_LANES / 2; w; w >>= 1) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, w));
+        odd |= __shfl_xor_sync(0xffffffffu, (int)odd, w) != 0;
+    }
+    // Powers of two: below 2^-100 rows keep a smaller place in f16.
+    const u32 power = max(__float_as_uint(top) & 0x7f800000u, 27u << 23);
+    const float scale = __uint_as_float(((254u + 14u) << 23) - power), factor = __uint_as_float(power - (14u << 23));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        u32 hi[2], lo[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            split2(v[i][2 * e] * scale, v[i][2 * e + 1] * scale, hi[e], lo[e]);
+            // inf - inf: what is not finite stands in hi alone.
+            if ((hi[e] & 0x7c00u) == 0x7c00u) lo[e] &= 0xffff0000u;
+            if ((hi[e] & 0x7c000000u) == 0x7c000000u) lo[e] &= 0x0000ffffu;
+        }
+        store(i, hi, lo);
+    }
+    return odd ? -factor : factor;
+}
+
 #if PAIRS
+// Rows [row, row + ROWS) of f32 as pairs in shared memory, zero beyond `limit` rows and d columns; COLS columns of hi, then of lo, and
+// the row's factor in the sixteen bytes between rows.
+template <int ROWS, int COLS, int NT, int P> DEV void load_pairs(u32 dst, const Tensor& t, const float* base, int row, int limit, int d, int tid) {
+    constexpr int DOWN = NT / PAIR_LANES, N = (COLS + 31) / 32;
+    static_assert(ROWS % DOWN == 0, "every lane of a warp takes as many turns");
+    const int lane = tid % PAIR_LANES;
+    const bool whole = whole_rows(t, d);
+#pragma unroll 2
+    for (int r = tid / PAIR_LANES; r < ROWS; r += DOWN) {
+        float v[N][4];
+        read_row(v, base + (i64)(row + r) * t.ss, t, d, whole, row + r < limit, lane);
+        const u32 to = dst + r * P + lane * 8;
+        const float factor = pair_row(v, [&](int i, const u32 (&hi)[2], const u32 (&lo)[2]) {
+            if (COLS % 32 != 0 && i * 32 + lane * 4 >= COLS) return;
+            asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + i * 64), "r"(hi[0]), "r"(hi[1]) : "memory");
+            asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to + i * 64 + COLS * 2), "r"(lo[0]), "r"(lo[1]) : "memory");
+        });
+        if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(dst + r * P + P - 16), "f"(fabsf(factor)) : "memory");
+    }
+}
+
 // s = (A B^T) in the rows' own units: factors are still to come.
 template <int WMT, int NTL, int K, bool DENSE> DEV void product_pairs(float (&s)[WMT][NTL][4], u32 a, int apitch, u32 b, int bpitch, int lane) {
     const u32 aat = a + (lane & 15) * apitch + (lane >> 4) * 16;

@@ -285,6 +285,7 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false
 template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false> DEV u32 scan_tile(u32 tile, int tid) {
     constexpr int CH = COLS / EPC, LANES = Share<COLS, NT, DENSE>::LANES;
     constexpr int STEPS = LANES ? (ROWS * LANES + NT - 1) / NT * (CH / (LANES ? LANES : 1)) : (ROWS * CH + NT - 1) / NT;
+    // A sum of products with zero is 0, or NaN where one factor is NaN or infinite.
     u32 found = 0;
 #pragma unroll 4
     for (int i = 0; i < STEPS; ++i) {
@@ -303,9 +304,17 @@ template <int ROWS, int COLS, int NT, int P = PITCH_OF(COLS), bool DENSE = false
         u32 at = tile + chunk_at<P, DENSE>(r, c), w[4];
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at) : "memory");
 #pragma unroll
-        for (int x = 0; x < 4; ++x) found |= (w[x] & EXP_BITS) + EXP_ONE;
+        for (int x = 0; x < 4; ++x) {
+#if F32
+            asm("fma.rn.f32 %0, %1, %2, %0;" : "+r"(found) : "r"(w[x]), "r"(0u));
+#elif DTYPE == 1
+            asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(found) : "r"(w[x]), "r"(0u));
+#else
+            asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(found) : "r"(w[x]), "r"(0u));
+#endif
+        }
     }
-    return found & EXP_TOP;
+    return found & (F32 ? 0x7fffffffu : 0x7fff7fffu);
 }
 
 // Of DENSE tiles all of P counts as columns: the chunks of a line that is not full stand anywhere in it.

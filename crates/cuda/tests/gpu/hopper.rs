@@ -6,7 +6,7 @@ use tilewise_cuda::CudaOptions;
 use super::*;
 
 /// The first GPU with kernels that every chip can run.
-fn portable(test: &str) -> Option<CudaBackend> {
+pub(super) fn portable(test: &str) -> Option<CudaBackend> {
     gpu(test)?;
     let options = CudaOptions {
         portable: Some(true),
