@@ -130,7 +130,6 @@ fn with_options(compute: i32) -> Vec<Variant> {
         fa2::variant(&all, limit, false),
         fa2::variant(&spec(DType::F32, 64, Mask::Full), limit, false),
         fa2::variant(&spec(DType::BF16, 256, Mask::Upper), limit, false),
-        fa2::variant(&spec(DType::BF16, 128, Mask::Full), limit, false),
         fa2::variant(&distances, limit, false),
     ];
     for dtype in [DType::BF16, DType::F32] {
