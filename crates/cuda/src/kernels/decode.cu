@@ -265,28 +265,48 @@ DEV float fetch(const float* at) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(y) : "l"(at));
     return y;
 }
-DEV float4 fetch4(const float* at) {
-    float4 y;
-    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w) : "l"(at));
-    return y;
-}
 
-// Folds the states of chunks into what the first block has folded, in order, and writes the rows. smem: as `Tile::shared` says.
-#define FETCHED 16
+// Folds the states of chunks into what the first block has folded, in order, and writes the rows. Shared memory is that of the tiles.
 DEV void fold_rest(const Decode& a, const Group& w, i64 base, char* smem) {
+    constexpr int ITEMS = (BM * (DP / 4) + NT - 1) / NT;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rows = w.r1 - w.r0, rest = w.chunks - w.folded;
     // Of each row and chunk: the factors of what came before and of the chunk, and the chunk's l; of each row the last m.
     float2* const factors = (float2*)smem;
-    float *const sums = (float*)(factors + BM * MOST_CHUNKS), *const tops = sums + BM * MOST_CHUNKS;
+    float *const sums = (float*)(factors + rows * MOST_CHUNKS), *const tops = sums + rows * MOST_CHUNKS;
+    // Then two places for as many chunks' O~ as fit.
+    const int joining = (rows * (MOST_CHUNKS * 12 + 4) + 15) / 16 * 16, pieces = rows * (DP / 4);
+    u32 all;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(all));
+    const int many = ((int)all - joining) / (2 * 16 * pieces);
     const float c = exponent(a);
-    const float *const ms = (const float*)a.m + base, *const ls = (const float*)a.l + base;
+    const float *const ms = (const float*)a.m + base, *const ls = (const float*)a.l + base, *const xs = (const float*)a.acc + base * DP;
+    const auto place = [&](int turn) { return joining + (turn & 1) * many * pieces * 16; };
+    const auto bring = [&](int turn) {
+        const int k1 = min((turn + 1) * many, rest);
+        u32 to = smem_u32(smem) + place(turn);
+        for (int k = turn * many; k < k1; ++k, to += pieces * 16) {
+            const float* from = xs + (i64)(w.folded + k) * a.rows * DP;
+            for (int i = tid; i < pieces; i += NT) cp_async16(to + i * 16, from + i * 4, 16);
+        }
+        cp_commit();
+    };
+    bring(0);
+    bring(1);
+    float x[ITEMS][4], l[ITEMS];
+#pragma unroll
+    for (int n = 0; n < ITEMS; ++n) {
+        const int item = min(tid + n * NT, pieces - 1);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[n][e] = fetch(xs + item * 4 + e);
+        l[n] = fetch(ls + item / (DP / 4));
+    }
     for (int row = warp; row < rows; row += WARPS) {
-        float before = fetch(ms + row), m[MOST_CHUNKS / 32], l[MOST_CHUNKS / 32];
+        float before = fetch(ms + row), m[MOST_CHUNKS / 32], its_l[MOST_CHUNKS / 32];
 #pragma unroll
         for (int t = 0; t < MOST_CHUNKS / 32; ++t) {
             const i64 at = (i64)(w.folded + min(t * 32 + lane, rest - 1)) * a.rows + row;
             m[t] = fetch(ms + at);
-            l[t] = fetch(ls + at);
+            its_l[t] = fetch(ls + at);
         }
 #pragma unroll
         for (int t = 0; t < MOST_CHUNKS / 32; ++t) {
@@ -303,41 +323,39 @@ DEV void fold_rest(const Decode& a, const Group& w, i64 base, char* smem) {
             if (lane == 0) last = before;
             const Joint f = weigh(last, its, c);
             factors[row * MOST_CHUNKS + t * 32 + lane] = make_float2(f.a, f.b);
-            sums[row * MOST_CHUNKS + t * 32 + lane] = l[t];
+            sums[row * MOST_CHUNKS + t * 32 + lane] = its_l[t];
             before = __shfl_sync(0xffffffffu, top, 31);
         }
         if (lane == 0) tops[row] = before;
     }
-    __syncthreads();
-    for (int item = tid; item < rows * (DP / 4); item += NT) {
-        const int row = item / (DP / 4), col = item % (DP / 4) * 4;
-        const float* const xs = (const float*)a.acc + (base + row) * DP + col;
-        const i64 step = (i64)a.rows * DP;
-        float4 begun = fetch4(xs), next[FETCHED];
-        float x[4] = {begun.x, begun.y, begun.z, begun.w}, l = fetch(ls + row);
-        auto bring = [&](int k0) {
+    for (int turn = 0; turn * many < rest; ++turn) {
+        cp_wait<1>();
+        __syncthreads();
+        const int k0 = turn * many, count = min(many, rest - k0);
 #pragma unroll
-            for (int k = 0; k < FETCHED; ++k) next[k] = fetch4(xs + (w.folded + min(k0 + k, rest - 1)) * step);
-        };
-        bring(0);
-#pragma unroll 1
-        for (int k0 = 0; k0 < rest; k0 += FETCHED) {
-            float4 now[FETCHED];
-#pragma unroll
-            for (int k = 0; k < FETCHED; ++k) now[k] = next[k];
-            if (k0 + FETCHED < rest) bring(k0 + FETCHED);
-#pragma unroll
-            for (int k = 0; k < FETCHED; ++k) {
-                if (k0 + k >= rest) break;
-                const float2 f = factors[row * MOST_CHUNKS + k0 + k];
-                x[0] = join(x[0], f.x, now[k].x, f.y);
-                x[1] = join(x[1], f.x, now[k].y, f.y);
-                x[2] = join(x[2], f.x, now[k].z, f.y);
-                x[3] = join(x[3], f.x, now[k].w, f.y);
-                l = join(l, f.x, sums[row * MOST_CHUNKS + k0 + k], f.y);
+        for (int n = 0; n < ITEMS; ++n) {
+            const int item = tid + n * NT;
+            if (item >= pieces) break;
+            const int of = item / (DP / 4) * MOST_CHUNKS + k0;
+            const float4* its = (const float4*)(smem + place(turn)) + item;
+#pragma unroll 4
+            for (int k = 0; k < count; ++k) {
+                const float2 f = factors[of + k];
+                const float4 y = its[k * pieces];
+                x[n][0] = join(x[n][0], f.x, y.x, f.y);
+                x[n][1] = join(x[n][1], f.x, y.y, f.y);
+                x[n][2] = join(x[n][2], f.x, y.z, f.y);
+                x[n][3] = join(x[n][3], f.x, y.w, f.y);
+                l[n] = join(l[n], f.x, sums[of + k], f.y);
             }
         }
-        emit(a, w, w.r0 + row, col, col == 0, x, tops[row], l);
+        __syncthreads();
+        bring(turn + 2);
+    }
+#pragma unroll
+    for (int n = 0; n < ITEMS; ++n) {
+        const int item = tid + n * NT, row = item / (DP / 4), col = item % (DP / 4) * 4;
+        if (item < pieces) emit(a, w, w.r0 + row, col, col == 0, x[n], tops[row], l[n]);
     }
 }
 

@@ -83,7 +83,15 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
     }
     cp_commit();
 #if PAIRS
-    if (any) load_pairs<BM, DP, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, a.d, tid);
+    float q_factor[WM][2] = {};
+    if (any) {
+        load_pairs<BM, DP, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, a.d, tid);
+        __syncthreads();
+#pragma unroll
+        for (int x = 0; x < WM; ++x)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) q_factor[x][r] = __uint_as_float(lds32(q_factor_at + (x * 16 + r * 8) * PITCH_Q));
+    }
 #endif
 
     float acc[WM][DV / 8][4], m[WM][2], l[WM][2];
@@ -219,11 +227,6 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #endif
 
 #if PAIRS
-        float q_factor[WM][2];
-#pragma unroll
-        for (int x = 0; x < WM; ++x)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) q_factor[x][r] = __uint_as_float(lds32(q_factor_at + (x * 16 + r * 8) * PITCH_Q));
 #pragma unroll
         for (int x = 0; x < WM; ++x)
 #pragma unroll
