@@ -267,51 +267,50 @@ DEV float fetch(const float* at) {
 }
 
 // Folds the states of chunks into what the first block has folded, in order, and writes the rows. Shared memory is that of the tiles.
+// Every instruction runs but a few times and comes from device memory, so loops stay loops.
 DEV void fold_rest(const Decode& a, const Group& w, i64 base, char* smem) {
-    constexpr int ITEMS = (BM * (DP / 4) + NT - 1) / NT;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rows = w.r1 - w.r0, rest = w.chunks - w.folded;
     // Of each row and chunk: the factors of what came before and of the chunk, and the chunk's l; of each row the last m.
     float2* const factors = (float2*)smem;
     float *const sums = (float*)(factors + rows * MOST_CHUNKS), *const tops = sums + rows * MOST_CHUNKS;
-    // Then two places for as many chunks' O~ as fit.
+    // Then two places for a piece of O~ of as many chunks as fit: four columns of a row for each thread.
     const int joining = (rows * (MOST_CHUNKS * 12 + 4) + 15) / 16 * 16, pieces = rows * (DP / 4);
     u32 all;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(all));
-    const int many = ((int)all - joining) / (2 * 16 * pieces);
+    const int many = ((int)all - joining) / (2 * 16 * NT);
     const float c = exponent(a);
     const float *const ms = (const float*)a.m + base, *const ls = (const float*)a.l + base, *const xs = (const float*)a.acc + base * DP;
-    const auto place = [&](int turn) { return joining + (turn & 1) * many * pieces * 16; };
-    const auto bring = [&](int turn) {
-        const int k1 = min((turn + 1) * many, rest);
-        u32 to = smem_u32(smem) + place(turn);
-        for (int k = turn * many; k < k1; ++k, to += pieces * 16) {
-            const float* from = xs + (i64)(w.folded + k) * a.rows * DP;
-            for (int i = tid; i < pieces; i += NT) cp_async16(to + i * 16, from + i * 4, 16);
+    const i64 step = (i64)a.rows * DP;
+    const u32 stage = smem_u32(smem) + joining + tid * 16;
+    // Chunks [turn x many, ...) of this thread's piece.
+    const auto bring = [&](int piece, int turn) {
+        const int k1 = piece < pieces ? min((turn + 1) * many, rest) : 0;
+        u32 to = stage + (turn & 1) * many * NT * 16;
+        const float* from = xs + (w.folded + turn * many) * step + piece * 4;
+#pragma unroll 4
+        for (int k = turn * many; k < k1; ++k) {
+            cp_async16(to, from, 16);
+            to += NT * 16;
+            from += step;
         }
         cp_commit();
     };
-    bring(0);
-    bring(1);
-    float x[ITEMS][4], l[ITEMS];
-#pragma unroll
-    for (int n = 0; n < ITEMS; ++n) {
-        const int item = min(tid + n * NT, pieces - 1);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[n][e] = fetch(xs + item * 4 + e);
-        l[n] = fetch(ls + item / (DP / 4));
+    bring(tid, 0);
+    bring(tid, 1);
+#pragma unroll 4
+    for (int idx = tid; idx < rows * MOST_CHUNKS; idx += NT) {
+        const i64 at = (i64)(w.folded + min(idx % MOST_CHUNKS, rest - 1)) * a.rows + idx / MOST_CHUNKS;
+        factors[idx].x = fetch(ms + at);
+        sums[idx] = fetch(ls + at);
     }
+    __syncthreads();
+#pragma unroll 1
     for (int row = warp; row < rows; row += WARPS) {
-        float before = fetch(ms + row), m[MOST_CHUNKS / 32], its_l[MOST_CHUNKS / 32];
-#pragma unroll
-        for (int t = 0; t < MOST_CHUNKS / 32; ++t) {
-            const i64 at = (i64)(w.folded + min(t * 32 + lane, rest - 1)) * a.rows + row;
-            m[t] = fetch(ms + at);
-            its_l[t] = fetch(ls + at);
-        }
-#pragma unroll
-        for (int t = 0; t < MOST_CHUNKS / 32; ++t) {
+        float before = fetch(ms + row);
+#pragma unroll 1
+        for (int t = lane; t < MOST_CHUNKS; t += 32) {
             // With the running maxima known, so are all factors.
-            const float its = t * 32 + lane < rest ? m[t] : NEG_INF;
+            const float its = t < rest ? factors[row * MOST_CHUNKS + t].x : NEG_INF;
             float top = its;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
@@ -322,40 +321,41 @@ DEV void fold_rest(const Decode& a, const Group& w, i64 base, char* smem) {
             float last = __shfl_up_sync(0xffffffffu, top, 1);
             if (lane == 0) last = before;
             const Joint f = weigh(last, its, c);
-            factors[row * MOST_CHUNKS + t * 32 + lane] = make_float2(f.a, f.b);
-            sums[row * MOST_CHUNKS + t * 32 + lane] = its_l[t];
+            factors[row * MOST_CHUNKS + t] = make_float2(f.a, f.b);
             before = __shfl_sync(0xffffffffu, top, 31);
         }
         if (lane == 0) tops[row] = before;
     }
-    for (int turn = 0; turn * many < rest; ++turn) {
-        cp_wait<1>();
-        __syncthreads();
-        const int k0 = turn * many, count = min(many, rest - k0);
+    __syncthreads();
+#pragma unroll 1
+    for (int piece = tid; piece - tid < pieces; piece += NT) {
+        const int row = min(piece, pieces - 1) / (DP / 4), col = piece % (DP / 4) * 4;
+        float x[4], l = fetch(ls + row);
 #pragma unroll
-        for (int n = 0; n < ITEMS; ++n) {
-            const int item = tid + n * NT;
-            if (item >= pieces) break;
-            const int of = item / (DP / 4) * MOST_CHUNKS + k0;
-            const float4* its = (const float4*)(smem + place(turn)) + item;
+        for (int e = 0; e < 4; ++e) x[e] = fetch(xs + min(piece, pieces - 1) * 4 + e);
+        if (piece != tid) {
+            bring(piece, 0);
+            bring(piece, 1);
+        }
+#pragma unroll 1
+        for (int turn = 0; turn * many < rest; ++turn) {
+            // A thread reads what it brought itself.
+            cp_wait<1>();
+            const float4* its = (const float4*)(smem + joining + (turn & 1) * many * NT * 16) + tid;
+            const int of = row * MOST_CHUNKS + turn * many, count = min(many, rest - turn * many);
 #pragma unroll 4
             for (int k = 0; k < count; ++k) {
                 const float2 f = factors[of + k];
-                const float4 y = its[k * pieces];
-                x[n][0] = join(x[n][0], f.x, y.x, f.y);
-                x[n][1] = join(x[n][1], f.x, y.y, f.y);
-                x[n][2] = join(x[n][2], f.x, y.z, f.y);
-                x[n][3] = join(x[n][3], f.x, y.w, f.y);
-                l[n] = join(l[n], f.x, sums[of + k], f.y);
+                const float4 y = its[k * NT];
+                x[0] = join(x[0], f.x, y.x, f.y);
+                x[1] = join(x[1], f.x, y.y, f.y);
+                x[2] = join(x[2], f.x, y.z, f.y);
+                x[3] = join(x[3], f.x, y.w, f.y);
+                l = join(l, f.x, sums[of + k], f.y);
             }
+            bring(piece, turn + 2);
         }
-        __syncthreads();
-        bring(turn + 2);
-    }
-#pragma unroll
-    for (int n = 0; n < ITEMS; ++n) {
-        const int item = tid + n * NT, row = item / (DP / 4), col = item % (DP / 4) * 4;
-        if (item < pieces) emit(a, w, w.r0 + row, col, col == 0, x[n], tops[row], l[n]);
+        if (piece < pieces) emit(a, w, w.r0 + row, col, col == 0, x, tops[row], l);
     }
 }
 

@@ -95,9 +95,9 @@ impl Tile {
             exchange + q
         };
         let pipelines = self.warps * self.stages * 2 * STEP * kv_pitch + after;
-        // In the end two factors and an ℓ of each row and chunk stand there, the rows' m, and at least two
-        // chunks' Õ.
-        let joining = rows * (MOST_CHUNKS as u32 * 12 + 4) + 2 * rows * spec.padded * 4;
+        // In the end two factors and an ℓ of each row and chunk stand there, the rows' m, and sixteen bytes
+        // twice for each thread.
+        let joining = rows * (MOST_CHUNKS as u32 * 12 + 4) + 2 * self.warps * 32 * 16;
         (pipelines + self.warps * rows * 8).max(joining)
     }
 }

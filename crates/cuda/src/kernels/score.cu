@@ -44,31 +44,29 @@ DEV Score score_head(const Args& a, int seq, int b, int h, int q_row, int k_row)
     return s;
 }
 
-// tanh times what is above 0, accurate to f32: below TANH_SMALL an odd polynomial of least largest relative error (4e-8), above it 1 - 2 / (e^2y + 1).
+// tanh, accurate to f32: below TANH_SMALL an odd polynomial of least largest relative error (4e-8), above it 1 - 2 / (e^2y + 1).
 #define TANH_SMALL 0.55f
 #define TANH_0 0.99999994f
 #define TANH_2 -0.3333278f
 #define TANH_4 0.133185878f
 #define TANH_6 -0.0525715873f
 #define TANH_8 0.016282158f
-DEV float tanh_small(float y, float times) {
+DEV float tanh_small(float y) {
     const float z = __fmul_rn(y, y);
-#define OF(factor) __fmul_rn(factor, times)
-    return __fmul_rn(y, fmaf(z, fmaf(z, fmaf(z, fmaf(z, OF(TANH_8), OF(TANH_6)), OF(TANH_4)), OF(TANH_2)), OF(TANH_0)));
-#undef OF
+    return __fmul_rn(y, fmaf(z, fmaf(z, fmaf(z, fmaf(z, TANH_8, TANH_6), TANH_4), TANH_2), TANH_0));
 }
-DEV float tanh_any(float y, float times) {
+DEV float tanh_any(float y) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(ex2(__fmul_rn(fabsf(y), 2.f * LOG2E)) + 1.f));
-    const float large = copysignf(fmaf(__fmul_rn(-2.f, times), r, times), y);
-    return fabsf(y) < TANH_SMALL ? tanh_small(y, times) : large;
+    const float large = copysignf(fmaf(-2.f, r, 1.f), y);
+    return fabsf(y) < TANH_SMALL ? tanh_small(y) : large;
 }
 
 // What a raw score is multiplied by before tanh takes it; finite also where the softcap is tiny.
 DEV float cap_scale(const Args& a) { return fminf(fmaxf(a.scale / a.softcap, -3e38f), 3e38f); }
 
 // The scaled and capped score, in natural units.
-DEV float score_of(float raw, const Args& a) { return a.softcap > 0.f ? tanh_any(__fmul_rn(raw, cap_scale(a)), a.softcap) : raw * a.scale; }
+DEV float score_of(float raw, const Args& a) { return a.softcap > 0.f ? __fmul_rn(a.softcap, tanh_any(__fmul_rn(raw, cap_scale(a)))) : raw * a.scale; }
 
 // Every element y of fragments x[m][n][e].
 #define EACH(BODY)                                                                                                           \
@@ -81,11 +79,11 @@ DEV float score_of(float raw, const Args& a) { return a.softcap > 0.f ? tanh_any
 // score_of for all fragments of a warp, which must be whole. Most capped scores are small, and their tanh needs no exponential: a
 // tile without others is spared the rest, bit for bit the same.
 template <int WMT, int NTL> DEV void cap_tile(float (&x)[WMT][NTL][4], const Args& a) {
-    const float k = cap_scale(a), to = a.softcap;
+    const float k = cap_scale(a);
     float top = 0.f;
     EACH(y = __fmul_rn(y, k); top = fmaxf(top, fabsf(y)))
-    if (__any_sync(0xffffffffu, top >= TANH_SMALL)) { EACH(y = tanh_any(y, to)) }
-    else { EACH(y = tanh_small(y, to)) }
+    if (__any_sync(0xffffffffu, top >= TANH_SMALL)) { EACH(y = __fmul_rn(a.softcap, tanh_any(y))) }
+    else { EACH(y = __fmul_rn(a.softcap, tanh_small(y))) }
 }
 template <int WMT, int NTL> DEV void scale_tile(float (&x)[WMT][NTL][4], const Args& a) {
     if (a.softcap > 0.f) cap_tile(x, a);
