@@ -214,6 +214,11 @@ impl CudaBackend {
         self.shared.driver
     }
 
+    /// Whether a kernel may be launched before the one ahead of it has ended.
+    pub(crate) fn launches_dependents(&self) -> bool {
+        self.shared.compute >= 90
+    }
+
     pub(crate) fn known(&self) -> &crate::decode::Known {
         &self.shared.known
     }

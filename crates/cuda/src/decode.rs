@@ -155,6 +155,9 @@ impl Drop for Workspace<'_> {
 const MOST_KEPT: u64 = 64 << 20;
 /// And for so many streams.
 const MOST_ROOMS: usize = 16;
+/// States of a head up to which the last block that ends joins them; a second kernel reads more of them at
+/// once.
+const MOST_JOINED: usize = 32;
 /// Heads up to which several blocks may share one. Each has a counter of the blocks that have ended at
 /// the start of a room; all of them are 0 while nothing runs.
 const MOST_SHARED: u64 = 1 << 14;
@@ -252,11 +255,12 @@ impl Rooms {
     }
 }
 
-/// The kernel of one kind of call, loaded.
+/// The kernels of one kind of call, loaded.
 #[derive(Debug)]
 pub(crate) struct Ready {
     chosen: Chosen,
     function: CudaFunction,
+    merge: CudaFunction,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -289,6 +293,7 @@ impl Known {
             })?;
         let ready = Arc::new(Ready {
             function: backend.modules().get(&chosen.variant)?,
+            merge: backend.modules().get(&chosen.merge)?,
             chosen,
         });
         self.kernels
@@ -356,7 +361,7 @@ fn lengths(problem: &Problem) -> Lengths {
     Lengths::Each(list)
 }
 
-/// Queues the kernel for the sequences that this schedule [`takes`]. The caller checked shapes and dtypes against `problem` and binds the context.
+/// Queues the kernels for the sequences that this schedule [`takes`]. The caller checked shapes and dtypes against `problem` and binds the context.
 pub(crate) fn run(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
@@ -464,6 +469,7 @@ pub(crate) fn run(
         page_size: problem.page_size().unwrap_or(1).max(1) as i32,
         width: placed.width as i32,
         pages: placed.pages as i32,
+        most_rows: most_rows as i32,
         scale,
         softcap: options.get_softcap().unwrap_or(0.0) as f32,
         ..raw::Decode::default()
@@ -513,12 +519,15 @@ pub(crate) fn run(
     args.sinks = within(at_sinks);
 
     let rooms = &backend.known().rooms;
+    let joined = most_chunks <= MOST_JOINED;
     let states = if parts > 1 {
         let slots = heads * most_chunks as u64 * args.rows as u64;
         let room = rooms.take(stream, heads, slots * (u64::from(padded) + 2) * 4)?;
-        args.ended = room.ptr();
+        if joined {
+            args.ended = room.ptr();
+        }
         // Õ first: its rows are read in sixteen-byte pieces.
-        args.acc = args.ended + COUNTERS;
+        args.acc = room.ptr() + COUNTERS;
         args.m = args.acc + slots * u64::from(padded) * 4;
         args.l = args.m + slots * 4;
         Some(room)
@@ -537,6 +546,23 @@ pub(crate) fn run(
     unsafe { raw::launch(stream, &ready.function, shape, &args) }
         .map_err(|e| driver(&format!("launching {}", variant.name), e))?;
     if let Some(states) = states {
+        if !joined {
+            let blocks = (pairs * most_rows) as u64 * u64::from(padded.div_ceil(32));
+            let shape = Shape {
+                grid: (blocks as u32, 1),
+                threads: ready.chosen.merge.threads,
+                shared: 0,
+            };
+            // SAFETY: as above; the dependent kernel waits for the one before it.
+            let launched = unsafe {
+                if backend.launches_dependents() {
+                    raw::launch_dependent(stream, ready.merge.cu_function(), shape, &args)
+                } else {
+                    raw::launch(stream, &ready.merge, shape, &args)
+                }
+            };
+            launched.map_err(|e| driver(&format!("launching {}", ready.chosen.merge.name), e))?;
+        }
         rooms.give(states);
     }
     drop(small_room);

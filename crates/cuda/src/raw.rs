@@ -1,7 +1,7 @@
 //! The raw level: the kernels' argument block, bit for bit, and an unchecked launch.
 
 use cudarc::driver::{
-    CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, sys,
 };
 
 /// A `[batch, heads, seqlen, head_dim]` tensor in device memory; strides in elements.
@@ -128,6 +128,7 @@ pub struct Decode {
     pub page_size: i32,
     pub width: i32,
     pub pages: i32,
+    pub most_rows: i32,
     pub scale: f32,
     pub softcap: f32,
 }
@@ -248,10 +249,48 @@ pub unsafe fn launch<B: Block>(
     .map(|_| ())
 }
 
+/// As [`launch`], but the kernel may start before the one ahead of it on `stream` has ended, where the
+/// device can do that (compute capability 9.0 and later); it must wait for that one by itself.
+///
+/// # Safety
+/// As [`launch`], and the kernel must begin with `griddepcontrol.wait` where it is compiled for such a
+/// device.
+pub unsafe fn launch_dependent<B: Block>(
+    stream: &CudaStream,
+    function: sys::CUfunction,
+    shape: Shape,
+    args: &B,
+) -> Result<(), DriverError> {
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: 1,
+        },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: shape.grid.0,
+        gridDimY: shape.grid.1,
+        gridDimZ: 1,
+        blockDimX: shape.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shape.shared,
+        hStream: stream.cu_stream(),
+        attrs: &mut attribute,
+        numAttrs: 1,
+    };
+    let mut params = [std::ptr::from_ref(args)
+        .cast_mut()
+        .cast::<std::ffi::c_void>()];
+    // SAFETY: the configuration and the one parameter live to the end of the call, which copies them;
+    // the rest is the caller's promise.
+    unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut()) }
+        .result()
+}
+
 #[cfg(test)]
 mod tests {
-    use cudarc::driver::sys;
-
     use super::*;
 
     #[test]
@@ -261,9 +300,9 @@ mod tests {
         assert_eq!(size_of::<Args>(), words + 24 * 4);
         assert_eq!(std::mem::offset_of!(Args, batch), words);
         assert_eq!(std::mem::offset_of!(Args, scale), words + 21 * 4);
-        // 6 tensors, 9 words of 8 bytes, 19 of 4 bytes, 4 bytes to the end of an 8-byte word.
+        // 6 tensors, 9 words of 8 bytes, 20 of 4 bytes.
         assert_eq!(std::mem::offset_of!(Decode, kv_heads), 6 * 40 + 9 * 8);
-        assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 9 * 8 + 17 * 4);
+        assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 9 * 8 + 18 * 4);
         assert_eq!(size_of::<Decode>(), 6 * 40 + 9 * 8 + 20 * 4);
     }
 

@@ -6,14 +6,17 @@
 //
 // The keys are cut into chunks at absolute positions that follow from seqlen_k alone. At the end of a chunk the warps' states are
 // joined in order, and the chunk's state is folded into what came before it. A block takes `parts`-th of a head's chunks: the
-// first block folds as it goes, the others write each chunk's state, and whichever block ends last folds those in the same order by
-// the same arithmetic. So the bits depend neither on how many blocks shared a head nor on the batch.
+// first block folds as it goes, the others write each chunk's state. Few of them are folded by whichever block ends last, many by
+// the blocks of tw_decode_merge, in the same order by the same arithmetic. So the bits depend neither on how many blocks shared a
+// head nor on the batch.
 //
 //   WARPS   WM x 16 rows a block   STEP keys a step   STAGES steps a warp has in flight, one less while it computes   CHUNK keys at least a chunk
 //   XC columns of O~ exchanged at a time   QREG 1 = Q fragments stay in registers   PAGED 1 = K and V are pages behind a table
+//   MERGE 1 = tw_decode_merge in place of tw_decode
 //   SCORE 1 = scale, softcap, ALiBi, bias and boolean mask are applied to each score   MINB blocks a multiprocessor
 
 #define BM (WM * 16)
+#if !MERGE
 #define NT (WARPS * 32)
 #define NS (STEP / 8)                     // groups of eight keys
 // Rows of K and V that are whole 128-byte lines stand one after another, their chunks permuted within the line by the row's
@@ -27,6 +30,7 @@
 #define XTHREADS (BM * XC / 4)           // threads that join states, four columns each
 #define XBYTES (WARPS * BM * XPITCH * 4)
 #define QBYTES (BM * PITCH)
+#endif
 #define MOST_CHUNKS 128
 #define CHUNK_UNIT 128
 
@@ -45,7 +49,7 @@ struct Decode {
     u64 table;              // int [batch, width]
     u64 slopes, sinks;      // f32 [heads], or 0
     u64 m, l, acc;          // states of chunks: f32 [slot, rows], [slot, rows], [slot, rows, DP]
-    u64 ended;              // u32 [pair, row block]: how many of a head's blocks have ended, 0 before and after
+    u64 ended;              // u32 [pair, row block]: how many of a head's blocks have ended, 0 before and after; 0 = tw_decode_merge follows
     int kv_heads, group, sq, sk, d, dv;
     int left, right;        // key j is live for query i iff i + diag - left <= j <= i + diag + right
     int bottom_right;       // diag = sk - sq, else 0
@@ -53,6 +57,7 @@ struct Decode {
     int slots, rows;        // chunks a head may have, rows a block may have
     int row_blocks, lse_rows;
     int page_size, width, pages;
+    int most_rows;          // rows of the largest group
     float scale, softcap;
 };
 
@@ -146,6 +151,7 @@ template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, 
     }
 }
 
+#if !MERGE
 // ---- tiles of K and V ----------------------------------------------------------------------------------------------------
 
 DEV u32 place_at(int row, int byte) { return row * KV_PITCH + (DENSE ? byte ^ (row & 7) * 16 : byte); }
@@ -370,6 +376,9 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
     const int c0 = w.first + (int)(((i64)part * w.chunks + a.parts - 1) / a.parts);
     const int c1 = w.first + (int)(((i64)(part + 1) * w.chunks + a.parts - 1) / a.parts);
     if (part > 0 && c0 >= c1) return;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 
     const u32 kv_at = smem_u32(smem) + warp * STAGES * STEP_BYTES;
     char* const after = smem + WARPS * STAGES * STEP_BYTES;
@@ -803,6 +812,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
             }
         }
     }
+    if (!a.ended) return;
     // Whoever ends last finds all states in L2: each block's are there before it is counted.
     __threadfence();
     __syncthreads();
@@ -816,3 +826,82 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
     }
     if (__syncthreads_or(last)) fold_rest(a, w, base, smem);
 }
+
+#else
+// The merge may be launched before the split has ended (programmatic dependent launch) and waits here for all it wrote.
+#if __CUDA_ARCH__ >= 900
+#define AFTER_THE_SPLIT asm volatile("griddepcontrol.wait;" ::: "memory");
+#else
+#define AFTER_THE_SPLIT
+#endif
+// ---- the merge -----------------------------------------------------------------------------------------------------------
+
+// A block folds 32 columns of a row, a lane a column. State 0 is what the first part folded; the rest are chunks in order, 32 for
+// each warp. All of them are read at once; the warps then fold one after another what each has read.
+#define WIDE ((DP + 31) / 32) // blocks a row
+extern "C" __global__ void __launch_bounds__(128) tw_decode_merge(const __grid_constant__ Decode a) {
+    static_assert(MOST_CHUNKS <= 4 * 32, "each warp has one chunk a lane");
+    __shared__ float tops[4], handed[2][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    AFTER_THE_SPLIT
+    const int job = blockIdx.x / WIDE, col = (blockIdx.x - job * WIDE) * 32 + lane;
+    const int pair = job / a.most_rows, r = job - pair * a.most_rows, rb = r / BM;
+    const Group w = group_of(a, pair, rb);
+    if (r >= w.r1 || w.folded >= w.chunks) return;
+    const float c = exponent(a);
+    const i64 base = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows + (r - w.r0);
+    const float* const ms = (const float*)a.m + base;
+    const float* const ls = (const float*)a.l + base;
+    const float* const xs = (const float*)a.acc + base * DP + min(col, DP - 1);
+
+    const int from = w.folded + warp * 32, count = min(32, w.chunks - from), last = w.chunks - 1;
+    // Volatile, so that no load waits for another to be used. What lies beyond the last chunk is not used.
+    const auto load = [](const float* at) {
+        float y;
+        asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at));
+        return y;
+    };
+    float m = load(ms), l = load(ls), x[1] = {load(xs)}, its_x[32];
+    float its_m = load(ms + (i64)min(from + lane, last) * a.rows);
+    const float its_l = load(ls + (i64)min(from + lane, last) * a.rows);
+#pragma unroll
+    for (int k = 0; k < 32; ++k) its_x[k] = load(xs + (i64)min(from + k, last) * a.rows * DP);
+
+    // With the running maxima known, so are all factors.
+    if (lane >= count) its_m = NEG_INF;
+    float top = its_m;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, top, d);
+        if (lane >= d) top = fmaxf(top, other);
+    }
+    if (lane == 31) tops[warp] = top;
+    __syncthreads();
+    for (int k = 0; k < warp; ++k) m = fmaxf(m, tops[k]);
+    top = fmaxf(top, m);
+    float before = __shfl_up_sync(0xffffffffu, top, 1);
+    if (lane == 0) before = m;
+    const Joint f = weigh(before, its_m, c);
+    const float most = __shfl_sync(0xffffffffu, top, 31);
+#pragma unroll 1
+    for (int turn = 0; w.folded + turn * 32 < w.chunks; ++turn) {
+        if (turn == warp) {
+            if (turn > 0) {
+                x[0] = handed[0][lane];
+                l = handed[1][lane];
+            }
+#pragma unroll
+            for (int k = 0; k < 32; ++k) {
+                if (k >= count) break;
+                const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, its_l, k);
+                l = join(l, fa, fl, fb);
+                x[0] = join(x[0], fa, its_x[k], fb);
+            }
+            handed[0][lane] = x[0];
+            handed[1][lane] = l;
+            if (from + 32 >= w.chunks && col < DP) emit(a, w, r, col, col == 0, x, most, l);
+        }
+        __syncthreads();
+    }
+}
+#endif

@@ -115,11 +115,13 @@ fn choose(spec: &Spec, limit: u32, wm: u32) -> Option<(Tile, u32)> {
         .find(|&(_, shared)| shared <= limit)
 }
 
-/// The kernel for one problem.
+/// The kernels for one problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// As compiled.
+    /// Everything, or but for joining many states.
     pub variant: Variant,
+    /// Joins many states.
+    pub merge: Variant,
     /// Rows a block.
     pub rows: u32,
     /// Blocks that fit a multiprocessor.
@@ -135,16 +137,18 @@ pub fn variant(spec: &Spec, limit: u32, rows: usize, paged: bool) -> Option<Chos
         mask: Mask::Band,
         ..*spec
     };
+    let (wm, chunk) = (("WM", tile.wm as i32), ("CHUNK", CHUNK as i32));
     let macros = [
-        ("WM", tile.wm as i32),
+        wm,
         ("WARPS", tile.warps as i32),
         ("STEP", STEP as i32),
         ("STAGES", tile.stages as i32),
-        ("CHUNK", CHUNK as i32),
+        chunk,
         ("XC", tile.exchanged(spec.padded) as i32),
         ("QREG", i32::from(tile.qreg)),
         ("MINB", tile.blocks as i32),
         ("PAGED", i32::from(paged)),
+        ("MERGE", 0),
     ];
     Some(Chosen {
         variant: Variant::new(
@@ -154,6 +158,14 @@ pub fn variant(spec: &Spec, limit: u32, rows: usize, paged: bool) -> Option<Chos
             &macros,
             tile.warps * 32,
             shared,
+        ),
+        merge: Variant::new(
+            Family::Decode,
+            "tw_decode_merge",
+            &spec,
+            &[wm, chunk, ("MERGE", 1)],
+            128,
+            0,
         ),
         rows: tile.wm * 16,
         blocks: tile.blocks,

@@ -649,8 +649,10 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                         ..Spec::plain(dtype, padded)
                     };
                     for (rows, paged) in [(16, false), (16, true), (17, false), (17, true)] {
-                        let chosen = decode::variant(&spec, limit, rows, paged);
-                        add(chosen.map(|chosen| chosen.variant));
+                        if let Some(chosen) = decode::variant(&spec, limit, rows, paged) {
+                            add(Some(chosen.variant));
+                            add(Some(chosen.merge));
+                        }
                     }
                 }
             }
