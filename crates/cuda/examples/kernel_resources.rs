@@ -90,8 +90,14 @@ fn chosen(arch: &str) -> Vec<Variant> {
                 return plain && (has("-causal") || every);
             }
             if name.starts_with("standard") {
-                return plain && !has("f16-") && (has("-d128-") || has("softmax")) && !has("-band")
+                return plain
+                    && !has("f16-")
+                    && (has("-d128-") || has("softmax"))
+                    && has("-causal")
                     || has("softmax-bf16-d64-band-score");
+            }
+            if name.starts_with("split") {
+                return has("-d128");
             }
             if name.starts_with("ceiling") {
                 return has("mma-bf16");
