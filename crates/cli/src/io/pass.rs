@@ -83,11 +83,16 @@ mod tests {
             let rest = entry.trim_start_matches("tw_");
             pass.kernels().split('|').any(|name| rest.starts_with(name))
         };
-        for variant in list(90, &Selection::default()) {
+        let selection = Selection {
+            head_dims: vec![64, 128, 256, 512],
+            ..Selection::default()
+        };
+        for variant in list(90, &selection) {
             let pass = match variant.family {
                 Family::BackwardFa1
                 | Family::BackwardFa2
                 | Family::BackwardHopper
+                | Family::BackwardWide
                 | Family::BackwardStandard => Pass::Backward,
                 // They lay inputs out, keep running states and measure the chip.
                 Family::Pack | Family::State | Family::Ceilings => continue,

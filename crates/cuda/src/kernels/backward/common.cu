@@ -251,14 +251,6 @@ template <class F> static __device__ __noinline__ void apart(const Grads& g, cha
     body(g, smem);
 }
 
-// Whether a row of a warp's fragments is a product with what is not finite: one of its columns tells.
-template <int MT, int NTL> DEV bool any_odd(const float (&x)[MT][NTL][4]) {
-    bool odd = false;
-#pragma unroll
-    for (int m = 0; m < MT; ++m) odd |= !is_finite(x[m][0][0]) || !is_finite(x[m][0][2]);
-    return odd;
-}
-
 DEV bool live_at(const Score& s, const Args& a, const Span& span, int i, int j) {
     return i < a.sq && j >= first_key(span, i) && j <= last_key(span, i) && !(SCORE == 2 && hidden_at(s, a, span, i, j));
 }

@@ -51,10 +51,9 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const u32 k_at = smem_u32(smem), v_at = k_at + TILE_K, q_at = v_at + TILE_V, go_at = q_at + QST * TILE_Q;
     const u32 ds_at = go_at + DST * TILE_GO, p_at = ds_at + (DEFER ? 2 : 1) * TILE_P, stats_at = p_at + (PREG ? 0 : TILE_P);
-    // Marks of a step's rows, and a bit for each key of the block whose K is not finite; whether to take care.
+    // Marks of a step's rows, and a bit for each key of the block whose K is not finite.
     [[maybe_unused]] unsigned char* const marks = (unsigned char*)smem + (stats_at + QST * STATS - k_at);
-    [[maybe_unused]] u32 *const odd_keys = (u32*)(marks + BM), *const found = odd_keys;
-    constexpr bool LOOKS = FENCED && !CAREFUL;
+    [[maybe_unused]] u32* const odd_keys = (u32*)(marks + BM);
 
     // Key blocks of one group of (batch, KV head) pairs run together, so that their Q and dO stay in L2; under causality the
     // first keys have the most rows and go first.
@@ -111,7 +110,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
         if (DST == 2) load_go(0);
     }
     cp_commit();
-    bool odd = false;
     if constexpr (CAREFUL) {
         if (tid < (BN + 31) / 32) odd_keys[tid] = 0;
         cp_wait<0>();
@@ -119,9 +117,12 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
         mend_tile<BN, DV, NT>(v_at, tid, nullptr);
         mend_tile<BN, DP, NT>(k_at, tid, odd_keys);
         __syncthreads();
-    } else if (LOOKS) {
-        if (tid == 0) *found = 0;
-        for (int n = 0; n < a.group_size && count > 0; ++n) odd |= odd_rows(g, b * a.heads + hk * a.group_size + n, first * BM, (last + 1) * BM, tid, NT);
+    } else if (FENCED && steps > 0) {
+        bool odd = false;
+        for (int n = 0; n < a.group_size; ++n) odd |= odd_rows(g, b * a.heads + hk * a.group_size + n, first * BM, (last + 1) * BM, tid, NT);
+        cp_wait<0>();
+        odd |= (scan_tile<BN, DP, NT>(k_at, tid) | scan_tile<BN, DV, NT>(v_at, tid)) != 0;
+        if (__syncthreads_or(odd)) return true;
     }
 
     float dk[GT][GN][4], dv[GT][VN][4];
@@ -170,7 +171,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
         const u32 ds_s = ds_at + (DEFER ? step & 1 : 0) * TILE_P;
         cp_wait<0>();
         __syncthreads();
-        if (LOOKS && DEFER && step == 1 && *found) return true;
         if (QST == 1) {
             load_q(step);
             if (DST == 1) load_go(step);
@@ -239,8 +239,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
             clear(s);
             product_nt<KT, RT, DP, FRAGMENTS(0)>(s, k_mine, PITCH, K_REGS, q_s + sr_ * RT * 8 * PITCH, PITCH, lane);
             if (DEFER == 1 && step > 0) add_dq_of(step - 1);
-            // One row's product with each key tells of all of them.
-            if (LOOKS && step == 0) odd |= any_odd(s);
             // This lane's first key and row.
             const int key = key0 + sk_ * KT * 16 + (lane >> 2), row = i0 + sr_ * RT * 8 + 2 * (lane & 3);
             [[maybe_unused]] const Score sc = score_head(a, a.seq0 + b, b, h, 0, 0);
@@ -271,10 +269,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
             dout_arrived();
             clear(dp);
             product_nt<KT, RT, DV, FRAGMENTS(0)>(dp, v_mine, PITCH_V, V_REGS, go_s + sr_ * RT * 8 * PITCH_V, PITCH_V, lane);
-            if (LOOKS && step == 0) {
-                odd |= any_odd(dp);
-                if (odd) *found = 1;
-            }
             if constexpr (CAREFUL) {
 #pragma unroll
                 for (int m = 0; m < KT; ++m)
@@ -338,8 +332,7 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
         // P^T never leaves the warp, so dV does not wait for the others.
         product_nn<GT, VN, BM, true>(dv, 0, PP, pf, go_s, PITCH_V, lane);
         if (!DEFER) {
-            if (DQ || (LOOKS && step == 0)) __syncthreads();
-            if (LOOKS && step == 0 && *found) return true;
+            if (DQ) __syncthreads();
             add_dq(h, i0, ds_s);
         }
         product_nn<GT, GN, BM, true>(dk, 0, PP, df, q_s, PITCH, lane);
@@ -348,7 +341,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
         const u32 own = sr_ * RT * 8, other = RT * 8 - own;
         const u32 go_c = go_s + gd_ * VN * 8 * ESZ, q_c = q_s + gd_ * GN * 8 * ESZ;
         __syncthreads();
-        if (LOOKS && step == 0 && *found) return true;
         product_nn<GT, VN, RT * 8, true>(dv, 0, PP, pf, go_c + own * PITCH_V, PITCH_V, lane);
         product_nn<GT, GN, RT * 8, true>(dk, 0, PP, df, q_c + own * PITCH, PITCH, lane);
         product_nn<GT, VN, RT * 8, false>(dv, p_at + gk_ * GT * 16 * PP + other * ESZ, PP, nullptr, go_c + other * PITCH_V, PITCH_V, lane);
@@ -356,7 +348,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
         product_nn<GT, GN, RT * 8, false>(dk, ds_s + gk_ * GT * 16 * PP + other * ESZ, PP, nullptr, q_c + other * PITCH, PITCH, lane);
 #else
         __syncthreads();
-        if (LOOKS && step == 0 && *found) return true;
         if (does_g) product_nn<GT, VN, BM, false>(dv, p_at + gk_ * GT * 16 * PP, PP, nullptr, go_s + gd_ * VN * 8 * ESZ, PITCH_V, lane);
         if (!DEFER) add_dq(h, i0, ds_s);
         if (does_g) product_nn<GT, GN, BM, false>(dk, ds_s + gk_ * GT * 16 * PP, PP, nullptr, q_s + gd_ * GN * 8 * ESZ, PITCH, lane);
@@ -371,7 +362,6 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
     }
     cp_wait<0>();
     __syncthreads();
-    if (LOOKS && DEFER && steps == 1 && *found) return true;
     // For `tw_bwd_dq`.
     if (CAREFUL && !DQ && tid < BN / 16) odd_keys_of(g, pair)[key0 / 16 + tid] = 1;
     if (DEFER && steps > 0) {
