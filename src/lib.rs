@@ -36,6 +36,8 @@
 //!
 //! * `cpu` (default): rayon and SIMD chosen at run time. `TILEWISE_ISA` forces an instruction set.
 //! * `cuda` (default): NVIDIA GPUs, found at run time; nothing of CUDA is needed to build or to start.
+//!   `TILEWISE_PORTABLE_KERNELS=1` keeps it to the kernels that run on every chip since compute
+//!   capability 8.0; unset, empty and `0` do not.
 //!
 //! # Where to read on
 //!

@@ -1,6 +1,7 @@
 //! The backend the facade holds: one GPU, host views in and out (copies, and says so), device memory
 //! through [`ops`] and [`state`](crate::state).
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -30,8 +31,13 @@ use crate::view::{DeviceMask, DeviceView, DeviceViewMut};
 /// Device memory that `standard` may take for S and P at once, if more is free.
 const STANDARD_BUDGET: u64 = 8 << 30;
 
-/// The setting that asks for kernels that are made for no chip in particular.
+/// The setting that asks for kernels that are made for no chip in particular; unset, empty and 0 do not.
 pub const PORTABLE_SETTING: &str = "TILEWISE_PORTABLE_KERNELS";
+
+/// Whether this value of [`PORTABLE_SETTING`] asks for them.
+fn asks_for_portable(value: Option<&OsStr>) -> bool {
+    value.is_some_and(|value| !value.is_empty() && value != "0")
+}
 
 /// Chips that have the instructions of the kernels that a call ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +74,7 @@ pub struct CudaOptions {
     /// NVRTC, or its folder; `None`: `TILEWISE_NVRTC`, else the usual places.
     pub nvrtc: Option<PathBuf>,
     /// Only kernels that every chip from compute capability 8.0 on can run: `fa2.cu` where
-    /// `hopper.cu` would serve. `None`: whether [`PORTABLE_SETTING`] is set and not empty.
+    /// `hopper.cu` would serve, forward and backward. `None`: what [`PORTABLE_SETTING`] says.
     pub portable: Option<bool>,
 }
 
@@ -158,7 +164,7 @@ impl CudaBackend {
                 memory: device.memory,
                 budget: options.device_memory.unwrap_or(device.memory),
                 portable: options.portable.unwrap_or_else(|| {
-                    std::env::var_os(PORTABLE_SETTING).is_some_and(|value| !value.is_empty())
+                    asks_for_portable(std::env::var_os(PORTABLE_SETTING).as_deref())
                 }),
                 known: crate::decode::Known::default(),
                 streams: Mutex::default(),
@@ -853,5 +859,17 @@ impl Backend for CudaBackend {
 
     fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>> {
         crate::state::running(self, problem)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_setting_for_portable_kernels_can_say_no() {
+        let asks = |value: &str| asks_for_portable(Some(OsStr::new(value)));
+        assert!(asks("1") && asks("yes"));
+        assert!(!asks("0") && !asks("") && !asks_for_portable(None));
     }
 }
