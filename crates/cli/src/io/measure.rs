@@ -370,44 +370,57 @@ fn why(pass: Pass, algorithm: Algorithm, one: &Measured) -> Vec<String> {
     reasons
 }
 
-/// Why L2 sends the multiprocessors more than the formula has: what its counters and theirs say together.
-fn reads(one: &Measured) -> Option<String> {
-    let (l2, received) = (one.l2_bytes_read? as f64, one.received_bytes? as f64);
+/// What L2's counters and the multiprocessors' say together of how reads compare with the formula.
+fn reads(one: &Measured) -> Vec<String> {
+    let (Some(l2), Some(received)) = (one.l2_bytes_read, one.received_bytes) else {
+        return Vec::new();
+    };
+    let (l2, received) = (l2 as f64, received as f64);
     let formula = (one.formula_bytes_read as f64).max(1.0);
     let of = |x: f64| times(x, one.formula_bytes_read);
     if l2 > 1.05 * received {
-        return Some(format!(
+        return vec![format!(
             "of what L2 counts as read the multiprocessors received {} MiB, {} the formula: the rest moved \
              within L2 or was counted twice",
             mib(received),
             of(received)
-        ));
+        )];
     }
-    if received < 1.05 * formula {
-        return (received > 0.95 * formula && one.tiles_of_the_backend).then(|| {
-            format!(
-                "the multiprocessors received {} what the formula has them read: nothing was fetched twice",
-                of(received)
-            )
-        });
-    }
+    let mut said = Vec::new();
     // Each row of a tile lies an odd number of 16 bytes after the one before.
     let halves = formula + one.formula_inputs as f64 / 2.0;
-    Some(match (received / halves - 1.0).abs() < 0.02 {
-        true => format!(
+    if received < 1.05 * formula {
+        if received > 0.95 * formula && one.tiles_of_the_backend {
+            said.push(format!(
+                "the multiprocessors received {} what the formula has them read: nothing was fetched twice",
+                of(received)
+            ));
+        }
+    } else if (received / halves - 1.0).abs() < 0.02 {
+        said.push(format!(
             "the multiprocessors did receive {} the formula, so L2 counts nothing twice; it is as much as if \
              each 32-byte sector of every second row of q, k and v were fetched for both its halves ({} MiB \
              in all): such rows are copied to shared memory 16 bytes off a multiple of 32, which the padding \
              that keeps its banks apart does",
             of(received),
             mib(halves)
-        ),
-        false => format!(
+        ));
+    } else {
+        said.push(format!(
             "the multiprocessors did receive {} the formula, so L2 counts nothing twice: the kernels fetch \
              more than the formula's tiles hold",
             of(received)
-        ),
-    })
+        ));
+    }
+    if received > 1.05 * l2 {
+        said.push(format!(
+            "L2 counts {} MiB as read, {} what the multiprocessors received: what several of them ask for at \
+             the same moment is read from L2 once and sent to each",
+            mib(l2),
+            times(l2, received as u128)
+        ));
+    }
+    said
 }
 
 fn last_line(stdout: &str, stderr: &[u8]) -> String {
@@ -505,6 +518,24 @@ mod tests {
             let said = note(&one, Pass::Forward);
             assert!(said.contains(part), "{part}: {said}");
             assert!(said.contains("K and V travel"), "{said}");
+        }
+        // Of 16 heads of 4096 × 128 and of 8 heads of 1024 × 64 on an H200, in MiB; what was received with
+        // no more than L2 counts is no sign of anything.
+        for (l2, received, formula, share) in [
+            (911.0, 1048.0, 1040.0, Some("0.869 ×")),
+            (6.87, 17.5, 17.0, Some("0.393 ×")),
+            (1048.0, 1048.0, 1040.0, None),
+            (1049.0, 1048.0, 1040.0, None),
+        ] {
+            let bytes = |mib: f64| (mib * f64::from(1 << 20)) as u64;
+            one.l2_bytes_read = Some(bytes(l2));
+            one.received_bytes = Some(bytes(received));
+            one.formula_bytes_read = bytes(formula).into();
+            let said = note(&one, Pass::Forward);
+            assert!(said.contains("nothing was fetched twice"), "{said}");
+            let sent = said.contains("read from L2 once and sent to each");
+            assert_eq!(sent, share.is_some(), "{said}");
+            assert!(share.is_none_or(|share| said.contains(share)), "{said}");
         }
         let back = note(&one, Pass::Backward);
         assert!(back.contains("a kernel of its own") && !back.contains("K and V travel"));
