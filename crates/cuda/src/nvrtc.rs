@@ -265,14 +265,15 @@ pub(crate) fn native(compute: i32) -> String {
     }
 }
 
-/// Compilers list compute capabilities without the letters that stand for the features of one chip (`a`,
-/// of Hopper since 12.0) or one family of chips (`f`, since 12.9).
+/// Compilers list compute capabilities without the letters that stand for the features of one chip (`a`)
+/// or one family of chips (`f`, since 12.9). Hopper's `a` is older than 12.1, but kernels for it add four
+/// floats in memory at once, which PTX knows since then.
 fn knows(archs: &[i32], version: (i32, i32), arch: &str) -> bool {
     let Some(compute) = compute_of(arch).filter(|compute| archs.contains(compute)) else {
         return false;
     };
     match arch.chars().next_back() {
-        Some('a') => compute >= 90 && version >= (12, 0),
+        Some('a') => compute >= 90 && version >= (12, 1),
         Some('f') => compute >= 100 && version >= (12, 9),
         _ => true,
     }
@@ -418,9 +419,10 @@ mod tests {
         ];
         let twelve = [50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90];
         let of = |archs: &[i32], version, compute| target(archs, version, compute);
-        // 11.8 lists 90 and refuses sm_90a.
+        // 11.8 lists 90 and refuses sm_90a; 12.0's has no red.v4.
         assert_eq!(of(&eleven, (11, 8), 90), "sm_90");
-        assert_eq!(of(&twelve, (12, 0), 90), "sm_90a");
+        assert_eq!(of(&twelve, (12, 0), 90), "sm_90");
+        assert_eq!(of(&twelve, (12, 1), 90), "sm_90a");
         assert_eq!(of(&twelve, (12, 0), 80), "sm_80");
         // Younger chips than the compiler, and an older one.
         assert_eq!(of(&twelve, (12, 0), 100), "compute_90");

@@ -149,7 +149,8 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem) {
 #pragma unroll
             for (int n = 0; n < QN; ++n) {
                 float *at = to + (m * QN + n) * 128, *x = dq[m][n];
-#if RED4
+// sm_90 has it since PTX ISA 8.1; an older compiler, or one that compiles for an older chip, does without.
+#if RED4 && __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
                 asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 #else
 #pragma unroll
