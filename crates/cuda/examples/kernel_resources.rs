@@ -69,7 +69,8 @@ fn chosen(arch: &str) -> Vec<Variant> {
                 let both = has("bwd-fa2-bf16-d64-") || has("bwd-fa2-bf16-d128-");
                 let causal = plain && !has("-dropout") && has("-causal");
                 if has("bwd-hopper") {
-                    return causal && has("-bf16-") && has("-dq1-");
+                    let one = has("-care0-") || has("-d128-");
+                    return causal && has("-bf16-") && has("-dq1-") && one;
                 }
                 let narrow = both && has("-dq1-") || has("bwd-dq-bf16-d128-");
                 return causal && (narrow || has("bwd-wide-"));

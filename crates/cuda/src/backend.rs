@@ -196,6 +196,11 @@ impl CudaBackend {
         &self.shared.modules
     }
 
+    /// Whether dQ is summed up in device memory by host calls.
+    pub(crate) fn adds(&self) -> bool {
+        self.sums == Sums::Atomic
+    }
+
     /// Whether kernels made for one chip are left aside.
     pub fn portable(&self) -> bool {
         self.shared.portable
@@ -851,9 +856,13 @@ impl Backend for CudaBackend {
             }
             _ => return Err(wrong_dtype("dq", problem.dtype(), dtype)),
         }
+        let chips = match backward::by_warpgroups(self, problem, algorithm) {
+            true => Chips::One,
+            false => Chips::All,
+        };
         Ok(BackwardReport {
             algorithm: algorithm.resolve(),
-            isa: Chips::All.isa(self.shared.compute),
+            isa: chips.isa(self.shared.compute),
         })
     }
 

@@ -87,7 +87,7 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     check_lengths(problem, algorithm)
 }
 
-/// Whether a call of `algorithm` with aligned rows runs Hopper's own kernel.
+/// Whether a call of `algorithm` runs Hopper's own kernel.
 pub(crate) fn by_warpgroups(
     backend: &CudaBackend,
     problem: &Problem,
@@ -99,7 +99,10 @@ pub(crate) fn by_warpgroups(
     let mut spec = widths(&spec);
     spec.mask = sequences::mask(problem);
     algorithm.resolve() == Algorithm::Fa2
-        && matches!(hopper::serves(backend, problem, &spec, true), Ok(Some(_)))
+        && matches!(
+            hopper::serves(backend, problem, &spec, backend.adds()),
+            Ok(Some(_))
+        )
 }
 
 /// Most bytes of workspace that a call takes; of `standard`'s matrices, what its budget allows, if more
@@ -236,8 +239,10 @@ impl Tensors {
 
 /// Gradients over device memory.
 ///
-/// Asynchronous, as [`ops::forward`](crate::ops::forward) is; inputs are read as they lie, out and lse
-/// must be what a forward call of the same problem gave. Workspace comes from the stream's pool.
+/// Asynchronous, as [`ops::forward`](crate::ops::forward) is; inputs are read as they lie, but where
+/// Hopper's kernel serves and its copy engine cannot walk them (rows that are no 16-byte multiples at
+/// 16-byte addresses, strides of 0 or below), which takes a copy of that input. out and lse must be what a
+/// forward call of the same problem gave. Workspace comes from the stream's pool.
 ///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, pages (which have to be
@@ -726,7 +731,7 @@ impl Call<'_> {
                 kv_pairs_per_group(self.backend, self.problem, sq, batch, blocks);
         }
         if let Some(kernel) = own {
-            hopper::run(self.backend, self.stream, all, spec.dtype, kernel)?;
+            hopper::run(self.backend, self.stream, all, spec, kernel)?;
         } else {
             let gradients = fa2::gradients(spec, limit, compute, atomic).ok_or_else(none)?;
             let blocks = all.key_blocks as u64 * all.kv_pairs as u64;

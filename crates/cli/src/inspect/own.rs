@@ -94,7 +94,7 @@ const fn tensor(offset: usize) -> usize {
 
 /// Names of the pointers that the backward kernels' argument block has after the forward call's, which
 /// stands first in it.
-const BACKWARD_POINTERS: [(usize, &str); 10] = [
+const BACKWARD_POINTERS: [(usize, &str); 12] = [
     (tensor(std::mem::offset_of!(BackwardArgs, lse)), "lse"),
     (tensor(std::mem::offset_of!(BackwardArgs, dlse)), "dlse"),
     (tensor(std::mem::offset_of!(BackwardArgs, dout)), "dout"),
@@ -105,6 +105,14 @@ const BACKWARD_POINTERS: [(usize, &str); 10] = [
     (std::mem::offset_of!(BackwardArgs, delta), "delta"),
     (std::mem::offset_of!(BackwardArgs, dq_acc), "dQ"),
     (std::mem::offset_of!(BackwardArgs, dsinks), "dsinks"),
+    (
+        std::mem::offset_of!(BackwardArgs, odd_rows),
+        "marks of rows",
+    ),
+    (
+        std::mem::offset_of!(BackwardArgs, odd_keys),
+        "marks of keys",
+    ),
 ];
 
 /// Where `tw_hopper` has its tensor maps.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use tilewise_core::{DType, Problem, Result};
+use tilewise_core::{Problem, Result};
 
 use crate::backend::CudaBackend;
 use crate::hopper::{map, possible, walkable};
@@ -11,7 +11,8 @@ use crate::kernels::backward::hopper::{self, Tile};
 use crate::kernels::backward::widths;
 use crate::kernels::{Spec, Variant, pad};
 use crate::ops;
-use crate::raw::{BackwardArgs, BackwardHopperArgs};
+use crate::pack;
+use crate::raw::{BackwardArgs, BackwardHopperArgs, Tensor};
 
 /// The kernel that serves `spec` on this device, if it is this family's; see
 /// [`serves`](crate::hopper::serves) of the forward pass.
@@ -32,7 +33,10 @@ pub(super) fn serves(
     let Some(kernel) = hopper::gradients(spec, limit, compute, dq) else {
         return Ok(None);
     };
-    let found = backend.modules().serves(&kernel.0)?;
+    let mut found = backend.modules().serves(&kernel.0)?;
+    if let Some(careful) = kernel.1.careful(spec, dq) {
+        found = found && backend.modules().serves(&careful)?;
+    }
     Ok(found.then_some(kernel))
 }
 
@@ -50,29 +54,33 @@ pub(crate) fn sum_columns(backend: &CudaBackend, problem: &Problem) -> u64 {
     u64::from(hopper.map_or(own, |tile| tile.columns(own)))
 }
 
-/// The gradients of dense sequences of one length: `all` names tensors with aligned rows; `batch` entries,
-/// rows and keys are those it says.
+/// The gradients of dense sequences of one length, which `all` names. Inputs that the copy engine cannot
+/// walk are laid out anew.
 pub(super) fn run(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
     mut all: BackwardArgs,
-    dtype: DType,
+    spec: &Spec,
     (variant, tile): &(Variant, Tile),
 ) -> Result<()> {
+    let dtype = spec.dtype;
     let forward = &mut all.forward;
     let [b, sq, sk] = [forward.batch, forward.sq, forward.sk].map(|n| n as usize);
     let [d, dv] = [forward.d, forward.dv].map(|n| n as usize);
     let (heads, kv_heads) = (forward.heads as usize, all.kv_heads as usize);
     let mut anew = Vec::new();
-    let mut mapped = |name, tensor, shape: [usize; 4], rows| {
-        let (tensor, memory) = walkable(backend, stream, tensor, shape, dtype)?;
-        anew.extend(memory);
-        map(name, &tensor, shape, dtype, rows)
+    let mut mapped = |name, tensor: &mut Tensor, shape: [usize; 4], rows| {
+        for lay in [pack::aligned, walkable] {
+            let (there, memory) = lay(backend, stream, *tensor, shape, dtype)?;
+            *tensor = there;
+            anew.extend(memory);
+        }
+        map(name, tensor, shape, dtype, rows)
     };
-    let q = mapped("q", forward.q, [b, heads, sq, d], tile.rows)?;
-    let k = mapped("k", forward.k, [b, kv_heads, sk, d], tile.keys)?;
-    let v = mapped("v", forward.v, [b, kv_heads, sk, dv], tile.keys)?;
-    let dout = mapped("dout", all.dout, [b, heads, sq, dv], tile.rows)?;
+    let q = mapped("q", &mut forward.q, [b, heads, sq, d], tile.rows)?;
+    let k = mapped("k", &mut forward.k, [b, kv_heads, sk, d], tile.keys)?;
+    let v = mapped("v", &mut forward.v, [b, kv_heads, sk, dv], tile.keys)?;
+    let dout = mapped("dout", &mut all.dout, [b, heads, sq, dv], tile.rows)?;
     let args = BackwardHopperArgs {
         q,
         k,
@@ -82,6 +90,11 @@ pub(super) fn run(
     };
     let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
     ops::launch(backend, stream, variant, (blocks, 1), &args)?;
+    if let Some(careful) = tile.careful(spec, all.dq_acc != 0) {
+        // Mostly nothing is left to it: no more blocks than run at a time, which look for some.
+        let blocks = blocks.min(backend.multiprocessors());
+        ops::launch(backend, stream, &careful, (blocks, 1), &args)?;
+    }
     drop(anew);
     Ok(())
 }

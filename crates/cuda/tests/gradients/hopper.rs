@@ -77,6 +77,9 @@ fn head_dims_need_not_fill_the_panels() {
         [192, 128],
         [160, 160],
         [24, 200],
+        // Rows that are no whole chunks.
+        [60, 60],
+        [100, 35],
     ] {
         let [d, dv] = pair;
         let shape = Sizes {
@@ -141,4 +144,56 @@ fn strides_that_the_copy_engine_does_not_know() {
             assert!(found.pass, "{sums:?} {found:?}");
         }
     }
+}
+
+/// NaN and infinity where a bound hides them, in every tile and panel.
+#[test]
+fn hidden_values_stay_out_of_the_products_of_warpgroups() {
+    let Some(backend) = gpu("hidden_values_stay_out_of_the_products_of_warpgroups") else {
+        return;
+    };
+    for d in [64, 128, 256] {
+        // Seeds that bring neither a bias nor a mask.
+        for (seed, options) in [1, 2, 5, 7, 11].into_iter().zip(masks()) {
+            poisoned_in_places::<bf16>(&backend, d, &options, seed, BOTH);
+        }
+    }
+}
+
+/// The kernel is chosen by what is asked for alone, not by how it lies or how much there is of it.
+#[test]
+fn the_kernel_follows_from_the_problem() {
+    let Some(backend) = gpu("the_kernel_follows_from_the_problem") else {
+        return;
+    };
+    let report = |backend: &CudaBackend, shape, options: &Options| {
+        let setting = Setting::<bf16>::new(shape, options.clone(), Parts::default(), 2);
+        let inputs = setting.backward();
+        let problem = inputs.problem(options).unwrap();
+        let mut gradients = Gradients::filled(&problem, &inputs.inputs, f64::NAN).unwrap();
+        let views = gradients.views_mut().unwrap();
+        let inputs = bf16::erase_backward(inputs);
+        let views = bf16::erase_gradients(views);
+        let done = backend.backward(&problem, &inputs, Algorithm::Fa2, views);
+        done.unwrap().isa
+    };
+    let every = format!("sm_{}", backend.compute());
+    let own = match backend.compute() {
+        90 => "sm_90a",
+        _ => &every,
+    };
+    let plain = Options::new();
+    for d in [64, 60, 128, 200] {
+        for b in [1, 2] {
+            for sums in [Sums::Ordered, Sums::Atomic] {
+                let shape = sizes([b, 1, 1], [70, 70], d);
+                assert_eq!(report(&backend.clone().sums(sums), shape, &plain), own);
+            }
+        }
+    }
+    let shape = sizes([1, 1, 1], [70, 70], 64);
+    let softcap = Options::new().softcap(5.0);
+    assert_eq!(report(&backend, shape, &softcap), every);
+    let portable = portable("the_kernel_follows_from_the_problem").unwrap();
+    assert_eq!(report(&portable, shape, &plain), every);
 }

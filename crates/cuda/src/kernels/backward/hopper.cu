@@ -12,6 +12,7 @@
 //
 //   BM rows a step     QST tiles of Q and DST of dO in shared memory     DQ 0 = dQ is another kernel's
 //   EARLY 1 = dV is begun before dP is awaited     GIVE, TAKE registers of the producer and of the consumers
+//   CARE 1 = the kernel for blocks in which the other found what is not finite, and which it left out: see common.cu
 
 #define GROUPS 2
 #define NT ((GROUPS + 1) * 128)
@@ -38,9 +39,11 @@ struct BackwardHopperArgs {
     Grads g;
 };
 
+static_assert(QST == DST, "tiles of Q and dO go round together");
+
 // Where everything stands in shared memory.
 struct Room {
-    u32 k, v, q, go, ds, lse, delta, bars;
+    u32 k, v, q, go, ds, lse, delta, bars, odd_keys, zero;
     __device__ __forceinline__ explicit Room(u32 base) {
         k = base;
         v = k + TILE_K;
@@ -50,9 +53,10 @@ struct Room {
         lse = ds + 2 * STRIPS * TILE_DS;
         delta = lse + QST * TILE_STAT;
         bars = delta + DST * TILE_STAT;
+        odd_keys = bars + 16 + (QST + DST) * 16;
+        zero = odd_keys + BN / 8;
     }
     __device__ __forceinline__ u32 kv_full() const { return bars; }
-    __device__ __forceinline__ u32 spare() const { return bars + 8; }
     __device__ __forceinline__ u32 q_full(int s) const { return bars + 16 + s * 16; }
     __device__ __forceinline__ u32 q_empty(int s) const { return bars + 24 + s * 16; }
     __device__ __forceinline__ u32 go_full(int s) const { return bars + 16 + (QST + s) * 16; }
@@ -70,11 +74,11 @@ template <int STAGES> struct Ring {
 // The keys of a block, and the steps over query heads and row blocks that see some of them.
 struct Block {
     int b, hk, key0, first, count, turn;
-    __device__ __forceinline__ explicit Block(const Grads& g) {
+    __device__ __forceinline__ Block(const Grads& g, int number) {
         const Args& a = g.f;
         // As in fa2.cu: key blocks of one group of pairs run together, under causality the longest first.
         const int per = g.key_blocks * a.pairs_per_group;
-        const int grp = blockIdx.x / per, r = blockIdx.x - grp * per;
+        const int grp = number / per, r = number - grp * per;
         const int width = min(a.pairs_per_group, g.kv_pairs - grp * a.pairs_per_group);
         const int jb = r / width, pair = grp * a.pairs_per_group + (r - jb * width);
         b = pair / g.kv_heads;
@@ -111,33 +115,83 @@ DEV void copy_row(u32 dst, const float* from, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(from), "n"(TILE_STAT), "r"(bar) : "memory");
 }
 
-DEV void produce(const BackwardHopperArgs& g, const Room& room, const Block& block) {
-    const Args& a = g.g.f;
+DEV void bring_keys(const BackwardHopperArgs& g, const Room& room, const Block& block) {
     bar_expect(room.kv_full(), TILE_K + TILE_V);
 #pragma unroll
     for (int p = 0; p < PANELS(DP); ++p) copy_box(room.k + p * BN * 128, g.k, room.kv_full(), p * 64, block.key0, block.hk, block.b);
 #pragma unroll
     for (int p = 0; p < PANELS(DV); ++p) copy_box(room.v + p * BN * 128, g.v, room.kv_full(), p * 64, block.key0, block.hk, block.b);
-    Ring<QST> qr;
-    Ring<DST> gr;
-    for (Walk walk(block, a); walk.more(); walk.step()) {
-        const int i0 = walk.i0();
-        const i64 at = (i64)(block.b * a.heads + walk.h) * g.g.rows_padded + i0;
-        const u32 q_full = room.q_full(qr.stage), go_full = room.go_full(gr.stage);
-        bar_wait(room.q_empty(qr.stage), qr.parity ^ 1);
-        bar_expect(q_full, TILE_Q + TILE_STAT);
+}
+
+// Q and L of rows [i0, i0 + BM) of query head h.
+DEV void bring_q(const BackwardHopperArgs& g, const Room& room, const Block& block, int h, int i0, int stage) {
+    const u32 full = room.q_full(stage);
+    bar_expect(full, TILE_Q + TILE_STAT);
 #pragma unroll
-        for (int p = 0; p < PANELS(DP); ++p) copy_box(room.q + qr.stage * TILE_Q + p * BM * 128, g.q, q_full, p * 64, i0, walk.h, block.b);
-        copy_row(room.lse + qr.stage * TILE_STAT, (const float*)g.g.lse2 + at, q_full);
-        bar_wait(room.go_empty(gr.stage), gr.parity ^ 1);
-        bar_expect(go_full, TILE_GO + TILE_STAT);
+    for (int p = 0; p < PANELS(DP); ++p) copy_box(room.q + stage * TILE_Q + p * BM * 128, g.q, full, p * 64, i0, h, block.b);
+    copy_row(room.lse + stage * TILE_STAT, (const float*)g.g.lse2 + (i64)(block.b * g.g.f.heads + h) * g.g.rows_padded + i0, full);
+}
+// dO and delta.
+DEV void bring_go(const BackwardHopperArgs& g, const Room& room, const Block& block, int h, int i0, int stage) {
+    const u32 full = room.go_full(stage);
+    bar_expect(full, TILE_GO + TILE_STAT);
 #pragma unroll
-        for (int p = 0; p < PANELS(DV); ++p) copy_box(room.go + gr.stage * TILE_GO + p * BM * 128, g.go, go_full, p * 64, i0, walk.h, block.b);
-        copy_row(room.delta + gr.stage * TILE_STAT, (const float*)g.g.delta + at, go_full);
-        qr.step();
-        gr.step();
+    for (int p = 0; p < PANELS(DV); ++p) copy_box(room.go + stage * TILE_GO + p * BM * 128, g.go, full, p * 64, i0, h, block.b);
+    copy_row(room.delta + stage * TILE_STAT, (const float*)g.g.delta + (i64)(block.b * g.g.f.heads + h) * g.g.rows_padded + i0, full);
+}
+
+// The first tiles, of which there is a place for each.
+DEV void bring_first(const BackwardHopperArgs& g, const Room& room, const Block& block) {
+    bring_keys(g, room, block);
+    Walk walk(block, g.g.f);
+    for (int s = 0; s < QST && walk.more(); ++s, walk.step()) {
+        bring_q(g, room, block, walk.h, walk.i0(), s);
+        bring_go(g, room, block, walk.h, walk.i0(), s);
     }
 }
+
+// All others, as places become free.
+DEV void produce(const BackwardHopperArgs& g, const Room& room, const Block& block) {
+    Ring<QST> ring;
+    Walk walk(block, g.g.f);
+    for (int s = 0; s < QST && walk.more(); ++s, walk.step()) ring.step();
+    for (; walk.more(); walk.step(), ring.step()) {
+        bar_wait(room.q_empty(ring.stage), ring.parity ^ 1);
+        bring_q(g, room, block, walk.h, walk.i0(), ring.stage);
+        bar_wait(room.go_empty(ring.stage), ring.parity ^ 1);
+        bring_go(g, room, block, walk.h, walk.i0(), ring.stage);
+    }
+}
+
+#if FENCED
+// This thread's share of whether something of the block is not finite: a row that is marked, or in K or V.
+DEV bool is_odd(const BackwardHopperArgs& g, const Room& room, const Block& block) {
+    const Grads& all = g.g;
+    bool odd = false;
+    for (int h = 0; h < all.f.group_size && block.count; ++h)
+        odd |= odd_rows(all, block.b * all.f.heads + block.hk * all.f.group_size + h, block.first * BM, (block.first + block.count) * BM, threadIdx.x, NT);
+    bar_wait(room.kv_full(), 0);
+    u32 found = 0;
+#pragma unroll 4
+    for (int at = threadIdx.x * 16; at < TILE_K + TILE_V; at += NT * 16) {
+        u32 w[4];
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(room.k + at) : "memory");
+#pragma unroll
+        for (int x = 0; x < 4; ++x) found |= (w[x] & EXP_BITS) + EXP_ONE;
+    }
+    return odd || (found & EXP_TOP);
+}
+
+// Another kernel makes the gradients of this block; also for `tw_bwd_dq`. What was asked for must arrive before the block ends.
+DEV void leave_out(const BackwardHopperArgs& g, const Room& room, const Block& block) {
+    if (threadIdx.x < BN / 16) odd_keys_of(g.g, block.b * g.g.kv_heads + block.hk)[block.key0 / 16 + threadIdx.x] = 1;
+    const int steps = block.count * g.g.f.group_size;
+    for (int s = 0; s < min(QST, steps); ++s) {
+        bar_wait(room.q_full(s), 0);
+        bar_wait(room.go_full(s), 0);
+    }
+}
+#endif
 
 // Numbers of named barriers: of both consumers, and of each one's own.
 #define ALL_BAR 1
@@ -162,7 +216,8 @@ struct Consumer {
     const Grads& g;
     const Room& room;
     const Block& block;
-    const int group, tid, lane; // warpgroup, thread in it
+    const int group; // warpgroup
+    int tid, lane;   // thread in it
     const float c;
 
     float dk[KN / 8][4], dv[VN / 8][4];
@@ -170,11 +225,13 @@ struct Consumer {
     Ring<DST> gr;
     int place = 0; // of the strips
 
-    __device__ __forceinline__ void release(u32 bar) {
-        // L and delta of all lanes are read.
-        __syncwarp();
-        if (lane == 0) bar_arrive(bar);
+    template <int N> static __device__ __forceinline__ void clear(float (&x)[N][4]) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[n][e] = 0.f;
     }
+
     // The stage before `stage`.
     template <int STAGES> static __device__ __forceinline__ u32 before(u32 stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
 
@@ -247,8 +304,8 @@ struct Consumer {
     }
 
     // dQ of the tile for this warpgroup's columns.
-    __device__ __forceinline__ void product_dq(float (&dq)[QN / 8][4], u32 strip) {
-        const u32 k = room.k + (QN < 64 ? group * (QN * 2) : group * (QN / 64) * (BN * 128));
+    __device__ __forceinline__ void product_dq(float (&dq)[QN / 8][4], u32 strip, u32 keys) {
+        const u32 k = keys + (QN < 64 ? group * (QN * 2) : group * (QN / 64) * (BN * 128));
         products_begin();
 #pragma unroll
         for (int kk = 0; kk < BN / 16; ++kk) {
@@ -268,7 +325,7 @@ struct Consumer {
             asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to + n * 128), "f"(dq[n][0]), "f"(dq[n][1]), "f"(dq[n][2]), "f"(dq[n][3]) : "memory");
     }
 
-    // One step: rows [i0, i0 + BM) of query head h.
+    // One step: rows [i0, i0 + BM) of query head h. `later`: not the first one.
     __device__ __forceinline__ void step(bool later, int h, int i0) {
         const Args& a = g.f;
         const u32 q = room.q + qr.stage * TILE_Q, go = room.go + gr.stage * TILE_GO;
@@ -283,8 +340,8 @@ struct Consumer {
         products_wait<1>();
         settle(s);
         // The products of the step before are done.
-        if (later) release(room.q_empty(before<QST>(qr.stage)));
-        if (later && WIDE) release(room.go_empty(before<DST>(gr.stage)));
+        if (later) bar_arrive(room.q_empty(before<QST>(qr.stage)));
+        if (later && WIDE) bar_arrive(room.go_empty(before<DST>(gr.stage)));
         const int in = own_row(), key = own_key(), row = i0 + in;
         weights(s, room.lse + qr.stage * TILE_STAT + in * 4);
         const int i1 = min(i0 + BM, a.sq);
@@ -307,7 +364,7 @@ struct Consumer {
         if (EARLY && !WIDE) {
             products_wait<0>();
             settle(dv);
-            release(room.go_empty(gr.stage));
+            bar_arrive(room.go_empty(gr.stage));
         }
         if (STRIPS) {
             leave(strip_ds, ds);
@@ -316,7 +373,7 @@ struct Consumer {
         }
 #if DQ
         float dq[QN / 8][4];
-        product_dq(dq, strip_ds);
+        product_dq(dq, strip_ds, room.k);
 #endif
         if (WIDE) along<VN>(dv, p, strip_p, go);
         along<KN>(dk, ds, strip_ds, q);
@@ -329,7 +386,7 @@ struct Consumer {
 #endif
         if (!EARLY && !WIDE) {
             settle(dv);
-            release(room.go_empty(gr.stage));
+            bar_arrive(room.go_empty(gr.stage));
         }
 #if DQ
         add_dq(dq, h, i0);
@@ -337,6 +394,153 @@ struct Consumer {
         qr.step();
         gr.step();
     }
+
+#if CARE
+
+    // Makes what is not finite in a tile of `lines` lines 0. Those lines are added to `odd`, a bit each, unless that is 0.
+    __device__ __forceinline__ void mend(u32 tile, int bytes, int lines, u32 odd) const {
+#pragma unroll 1
+        for (int at = (group * 128 + tid) * 4; at < bytes; at += GROUPS * 128 * 4) {
+            u32 w = lds32(tile + at);
+            const u32 bad = ((w & EXP_BITS) + EXP_ONE) & EXP_TOP;
+            if (!bad) continue;
+            if (bad & 0x8000u) w &= 0xffff0000u;
+            if (bad & 0x80000000u) w &= 0x0000ffffu;
+            store_word(tile + at, w);
+            const int line = at / 128 % lines;
+            if (odd) asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(odd + line / 32 * 4), "r"(1u << line % 32) : "memory");
+        }
+    }
+
+    // The whole of a block, with tiles that may hold NaN and infinity: nothing runs beside anything, one place for each tile.
+    __device__ __forceinline__ void careful(const BackwardHopperArgs& all, u32& keys, u32& rows) {
+        const bool brings = group == 0 && tid == 0;
+        if (brings) bring_keys(all, room, block);
+        bar_wait(room.kv_full(), keys);
+        keys ^= 1;
+        if (group == 0 && tid < BN / 32) store_word(room.odd_keys + tid * 4, 0);
+        if (group == 0 && tid == 0) store_word(room.zero, 0);
+        group_sync<GROUPS * 128>(ALL_BAR);
+        mend(room.k, TILE_K, BN, room.odd_keys);
+        mend(room.v, TILE_V, BN, 0);
+        clear(dk);
+        clear(dv);
+        settle(dk);
+        settle(dv);
+        for (Walk walk(block, g.f); walk.more(); walk.step(), rows ^= 1) {
+            if (brings) {
+                bring_q(all, room, block, walk.h, walk.i0(), 0);
+                bring_go(all, room, block, walk.h, walk.i0(), 0);
+            }
+            bar_wait(room.q_full(0), rows);
+            bar_wait(room.go_full(0), rows);
+            careful_step(walk.h, walk.i0());
+        }
+        write_all();
+        // The next block's keys come where this one's gradients were.
+        async_fence();
+        group_sync<GROUPS * 128>(ALL_BAR);
+    }
+
+
+    // A step whose tiles may hold NaN and infinity: nothing of it runs beside anything.
+    __device__ __forceinline__ void careful_step(int h, int i0) {
+        // The assembler would keep every address of this loop in registers that there are not.
+        const int zero = lds32(room.zero);
+        tid += zero;
+        lane += zero;
+        const Args& a = g.f;
+        const Span span = span_of(a);
+        const u32 q = room.q, go = room.go, lse = room.lse, delta = room.delta, strip_ds = room.ds + zero, strip_p = strip_ds + TILE_DS;
+        float s[SN / 8][4], dp[SN / 8][4];
+        u32 p[SN / 16][4];
+        // L and delta of marked rows are NaN, and so is what follows from them; a row that sees nothing has nothing.
+        if (group == 0 && tid < BM && lds32(lse + tid * 4) == UNSEEN) {
+            store_word(lse + tid * 4, 0x7f800000u);
+            store_word(delta + tid * 4, 0);
+        }
+        mend(q, TILE_Q, BM, 0);
+        mend(go, TILE_GO, BM, 0);
+        async_fence();
+        group_sync<GROUPS * 128>(ALL_BAR);
+        across<DP>(s, room.k + zero, q);
+        products_wait<0>();
+        settle(s);
+        const int in = own_row(), key = own_key();
+        bool odd[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int line = key + r * 8 - block.key0;
+            odd[r] = lds32(room.odd_keys + line / 32 * 4) >> line % 32 & 1;
+        }
+        // A key that is not finite gives a row L = NaN or a score of -inf, which hides it.
+#pragma unroll
+        for (int n = 0; n < SN / 8; ++n) {
+            float l[2];
+            lds2(l, lse + in * 4 + n * 32);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float w = ex2(fmaf(s[n][e], c, -l[e & 1]));
+                s[n][e] = s[n][e] * c == NEG_INF || (odd[e >> 1] && !is_nan(w)) ? -0.f : w;
+            }
+        }
+        hide(s, key, i0 + in);
+        pack(p, s);
+        if (WIDE) leave(strip_p, p);
+        else along<VN>(dv, p, strip_p, go);
+        across<DV>(dp, room.v + zero, go);
+        products_wait<0>();
+        settle(dp);
+        settle(dv);
+        slopes(dp, s, delta + in * 4);
+#pragma unroll
+        for (int n = 0; n < SN / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (is_hidden(s[n][e])) dp[n][e] = 0.f;
+        hide(dp, key, i0 + in);
+        pack(p, dp);
+        if (STRIPS) leave(strip_ds, p);
+        async_fence();
+        group_sync<GROUPS * 128>(ALL_BAR);
+#if DQ
+        float dq[QN / 8][4];
+        product_dq(dq, strip_ds, room.k + zero);
+        products_wait<0>();
+        settle(dq);
+        add_dq(dq, h, i0);
+#endif
+        if (WIDE) along<VN>(dv, p, strip_p, go);
+        along<KN>(dk, p, strip_ds, q);
+        products_wait<0>();
+        settle(dv);
+        const int column = (WIDE ? group * VN : 0) + 2 * (lane & 3);
+        const elem* from = (const elem*)g.go.ptr + block.b * g.go.sb + h * g.go.sh + (i64)i0 * g.go.ss + column;
+#pragma unroll 1
+        for (int i = 0; i < BM && i0 + i < a.sq; ++i, from += g.go.ss) {
+            if (!is_nan(__uint_as_float(lds32(delta + i * 4)))) continue;
+            bool takes[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) takes[r] = key + r * 8 <= last_key(span, i0 + i) && key + r * 8 >= first_key(span, i0 + i);
+#pragma unroll
+            for (int n = 0; n < VN / 8; ++n) {
+                // Aligned rows are whole chunks.
+                const u32 w = column + n * 8 < a.dv ? *(const u32*)(from + n * 8) : 0;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float x = to_float((u16)(e ? w >> 16 : w));
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                        if (takes[r] && !is_finite(x)) dv[n][2 * r + e] += x;
+                }
+            }
+        }
+        settle(dk);
+        // All places are the next step's.
+        async_fence();
+        group_sync<GROUPS * 128>(ALL_BAR);
+    }
+#endif
 
     // 0 for pairs of a row and a key that it does not see, whatever stood there.
     __device__ __forceinline__ void hide(float (&x)[SN / 8][4], int key, int row) {
@@ -355,26 +559,23 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void rows() {
-#pragma unroll
-        for (int n = 0; n < KN / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) dk[n][e] = 0.f;
-#pragma unroll
-        for (int n = 0; n < VN / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) dv[n][e] = 0.f;
-        settle(dk);
-        settle(dv);
         Walk walk(block, g.f);
         bar_wait(room.kv_full(), 0);
+        clear(dk);
+        clear(dv);
+        settle(dk);
+        settle(dv);
         for (bool later = false; walk.more(); walk.step(), later = true) step(later, walk.h, walk.i0());
         products_wait<0>();
         settle(dk);
         settle(dv);
         // Both have taken their products from all of K and V, whose places are for the gradients on their way out.
         group_sync<GROUPS * 128>(ALL_BAR);
-        const float scale = g.f.scale;
-        write<KN>(dk, scale, room.k, g.dk, g.f.d);
+        write_all();
+    }
+
+    __device__ __forceinline__ void write_all() {
+        write<KN>(dk, g.f.scale, room.k, g.dk, g.f.d);
         write<VN>(dv, 1.f, room.v, g.dv, g.f.dv);
     }
 
@@ -389,6 +590,7 @@ struct Consumer {
             for (int n = 0; n < COLS / 8; ++n) store_word(chunk(r * 8 + (lane >> 2), n) + 4 * (lane & 3), pack2(x[n][2 * r] * factor, x[n][2 * r + 1] * factor));
         __syncwarp();
         elem* to = (elem*)t.ptr + block.b * t.sb + block.hk * t.sh + (i64)(block.key0 + local) * t.ss + col0;
+        const bool whole = ((t.ptr | (u64)((t.sb | t.sh | t.ss | (i64)d) * ESZ)) & 15) == 0;
         constexpr int CH = COLS / 8;
 #pragma unroll 4
         for (int idx = lane; idx < 16 * CH; idx += 32) {
@@ -396,37 +598,78 @@ struct Consumer {
             if (block.key0 + local + line >= g.f.sk || col0 + n * 8 >= d) continue;
             uint4 w;
             asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(chunk(line, n)) : "memory");
-            *(uint4*)(to + (i64)line * t.ss + n * 8) = w;
+            elem* const row = to + (i64)line * t.ss + n * 8;
+            if (whole) *(uint4*)row = w;
+            else {
+                const u32 x[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if (col0 + n * 8 + e < d) row[e] = (elem)(x[e / 2] >> (e & 1) * 16);
+            }
         }
     }
 };
 
+DEV void begin_bars(const Room& room) {
+    bar_init(room.kv_full(), 1);
+    for (int s = 0; s < QST; ++s) {
+        bar_init(room.q_full(s), 1);
+        bar_init(room.q_empty(s), GROUPS * 128);
+    }
+    for (int s = 0; s < DST; ++s) {
+        bar_init(room.go_full(s), 1);
+        bar_init(room.go_empty(s), GROUPS * 128);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    async_fence();
+}
+
 extern "C" __global__ void __launch_bounds__(NT, 1) tw_bwd_hopper(const __grid_constant__ BackwardHopperArgs g) {
     extern __shared__ __align__(1024) char smem[];
     const Room room(smem_u32(smem));
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    const Block block(g.g);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), tid = threadIdx.x & 127;
+#if CARE
+    const int blocks = g.g.key_blocks * g.g.kv_pairs;
+    auto left_out = [&](int number) {
+        const Block block(g.g, number);
+        return odd_keys_of(g.g, block.b * g.g.kv_heads + block.hk)[block.key0 / 16] != 0;
+    };
+    bool any = false;
+    for (int x = blockIdx.x + (int)threadIdx.x * (int)gridDim.x; x < blocks; x += NT * (int)gridDim.x) any |= left_out(x);
+    if (threadIdx.x == 0) begin_bars(room);
+    if (!__syncthreads_or(any)) return;
+    if (warpgroup == 0) {
+        registers_give<GIVE>();
+    } else {
+        registers_take<TAKE>();
+        u32 keys = 0, rows = 0;
+        for (int x = blockIdx.x; x < blocks; x += gridDim.x) {
+            if (!left_out(x)) continue;
+            const Block block(g.g, x);
+            Consumer consumer{g.g, room, block, warpgroup - 1, tid, tid & 31, g.g.f.scale * LOG2E};
+            consumer.careful(g, keys, rows);
+        }
+    }
+#else
+    const Block block(g.g, blockIdx.x);
     if (threadIdx.x == 0) {
-        bar_init(room.kv_full(), 1);
-        for (int s = 0; s < QST; ++s) {
-            bar_init(room.q_full(s), 1);
-            bar_init(room.q_empty(s), GROUPS * 4);
-        }
-        for (int s = 0; s < DST; ++s) {
-            bar_init(room.go_full(s), 1);
-            bar_init(room.go_empty(s), GROUPS * 4);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        async_fence();
+        begin_bars(room);
+        bring_first(g, room, block);
     }
     __syncthreads();
+#if FENCED
+    if (__syncthreads_or(is_odd(g, room, block))) {
+        leave_out(g, room, block);
+        return;
+    }
+#endif
     if (warpgroup == 0) {
         registers_give<GIVE>();
         if (threadIdx.x == 0) produce(g, room, block);
     } else {
         registers_take<TAKE>();
-        const int tid = threadIdx.x & 127;
         Consumer consumer{g.g, room, block, warpgroup - 1, tid, tid & 31, g.g.f.scale * LOG2E};
         consumer.rows();
     }
+#endif
 }

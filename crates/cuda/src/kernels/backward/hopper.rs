@@ -3,7 +3,7 @@
 use tilewise_core::DType;
 
 use super::super::hopper::COMPUTE;
-use super::super::{Family, Score, Spec, Variant};
+use super::super::{Family, Mask, Score, Spec, Variant};
 use super::fa2;
 
 /// How a block of `tw_bwd_hopper` is cut.
@@ -67,7 +67,7 @@ impl Tile {
     }
 
     /// Shared memory of a block in bytes, with or without dQ: K, V, the rings, what passes through of P
-    /// and dS, L and Δ, barriers.
+    /// and dS, L and Δ, barriers, a bit for each key and two words more.
     fn shared(&self, spec: &Spec, dq: bool) -> u32 {
         let [k, v] = [spec.padded, spec.padded_v].map(|padded| self.columns(padded) * 2);
         let (q, go) = self.stages;
@@ -82,6 +82,8 @@ impl Tile {
             + (q + go) * self.rows * 4
             + 16
             + (q + go) * 16
+            + self.keys / 8
+            + 8
     }
 
     /// `spec` with dQ's sums as wide as this tile's.
@@ -99,13 +101,12 @@ impl Tile {
     }
 }
 
-/// The tile for `spec`, where this family serves it. Whether it does depends on neither lengths nor
-/// batch, so no bit does.
+/// The tile for `spec`, where this family serves it. Whether it does depends on neither lengths, batch nor
+/// how tensors lie, so no bit does.
 pub fn tile(spec: &Spec) -> Option<Tile> {
     let served = matches!(spec.dtype, DType::F16 | DType::BF16)
         && spec.score == Score::Folded
-        && !spec.dropout
-        && spec.aligned;
+        && !spec.dropout;
     let widest = spec.padded.max(spec.padded_v);
     TILES
         .into_iter()
@@ -116,25 +117,43 @@ pub fn tile(spec: &Spec) -> Option<Tile> {
 /// `compute` with `limit` bytes of shared memory a block; `None` where `fa2.cu` is to serve.
 pub fn gradients(spec: &Spec, limit: u32, compute: i32, dq: bool) -> Option<(Variant, Tile)> {
     let tile = tile(spec).filter(|tile| compute == COMPUTE && tile.shared(spec, dq) <= limit)?;
-    let variant = Variant::new(
-        Family::BackwardHopper,
-        "tw_bwd_hopper",
-        spec,
-        &[
-            ("BM", tile.rows as i32),
-            ("BN", tile.keys as i32),
-            ("QST", tile.stages.0 as i32),
-            ("DST", tile.stages.1 as i32),
-            ("DQ", i32::from(dq)),
-            ("WIDE", i32::from(tile.wide)),
-            ("EARLY", i32::from(tile.early)),
-            ("GIVE", REGISTERS[0] as i32),
-            ("TAKE", REGISTERS[1] as i32),
-        ],
-        THREADS,
-        tile.shared(spec, dq),
-    );
-    Some((variant, tile))
+    Some((tile.variant(spec, dq, false), tile))
+}
+
+impl Tile {
+    /// The kernel for blocks that [`gradients`]' leaves out because it found NaN or infinity in them: where
+    /// a bound may hide such a value.
+    pub fn careful(&self, spec: &Spec, dq: bool) -> Option<Variant> {
+        (spec.mask != Mask::Full).then(|| self.variant(spec, dq, true))
+    }
+
+    fn variant(&self, spec: &Spec, dq: bool, careful: bool) -> Variant {
+        let tile = self;
+        // Inputs that are not aligned are laid out anew, and outputs may lie anyhow.
+        let spec = Spec {
+            aligned: true,
+            ..*spec
+        };
+        Variant::new(
+            Family::BackwardHopper,
+            "tw_bwd_hopper",
+            &spec,
+            &[
+                ("BM", tile.rows as i32),
+                ("BN", tile.keys as i32),
+                ("QST", tile.stages.0 as i32),
+                ("DST", tile.stages.1 as i32),
+                ("DQ", i32::from(dq)),
+                ("WIDE", i32::from(tile.wide)),
+                ("EARLY", i32::from(tile.early)),
+                ("CARE", i32::from(careful)),
+                ("GIVE", REGISTERS[0] as i32),
+                ("TAKE", REGISTERS[1] as i32),
+            ],
+            THREADS,
+            tile.shared(&spec, dq),
+        )
+    }
 }
 
 /// Every kernel that `spec` may need where this family serves it, `fa2::dq` excepted.
@@ -144,14 +163,22 @@ pub fn variants(spec: &Spec, limit: u32, compute: i32) -> Vec<Variant> {
         return Vec::new();
     };
     let mut all: Vec<_> = both.into_iter().flatten().map(|found| found.0).collect();
-    all.push(tile.store_dq(spec));
-    all.extend(fa2::prepare(&tile.laid(spec), limit, compute));
+    all.extend(
+        [true, false]
+            .into_iter()
+            .filter_map(|dq| tile.careful(spec, dq)),
+    );
+    for aligned in [true, false] {
+        let spec = Spec { aligned, ..*spec };
+        all.push(tile.store_dq(&spec));
+        all.extend(fa2::prepare(&tile.laid(&spec), limit, compute));
+    }
     all
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::{Mask, PADDED, shared_limit};
+    use super::super::super::{PADDED, shared_limit};
     use super::*;
 
     #[test]
@@ -185,14 +212,15 @@ mod tests {
                         ..Spec::plain(dtype, padded)
                     };
                     let of = |compute| variants(&spec, shared_limit(compute), compute).len();
+                    let kernels = if mask == Mask::Full { 6 } else { 8 };
                     let served = dtype != DType::F32;
-                    assert_eq!(of(COMPUTE), if served { 4 } else { 0 });
+                    assert_eq!(of(COMPUTE), if served { kernels } else { 0 });
                     assert_eq!(of(80) + of(100) + of(120), 0);
                     let strided = Spec {
                         aligned: false,
                         ..spec
                     };
-                    assert!(tile(&strided).is_none());
+                    assert_eq!(tile(&strided), tile(&spec));
                 }
             }
         }
