@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tilewise_core::DType;
 use tilewise_cuda::kernels::{
-    Mask, Score, Selection, Spec, Variant, backward, compute_of, fa2, fa2_wide, list, shared_limit,
-    standard,
+    Mask, Score, Selection, Spec, Variant, backward, compute_of, fa2, fa2_wide, hopper, list,
+    shared_limit, standard,
 };
 use tilewise_cuda::nvrtc::Nvrtc;
 
 /// Most variants: all of them compile within minutes on two cores.
-const MOST: usize = 160;
+const MOST: usize = 170;
 
 /// Registers a thread, bytes of stack, bytes of spill stores.
 type Use = (u32, u32, u32);
@@ -88,7 +88,8 @@ fn chosen(arch: &str) -> Vec<Variant> {
             }
             if name.starts_with("fa1") || name.starts_with("hopper") {
                 let every = name.starts_with("hopper") && has("-bf16-") && !has("-band");
-                return plain && (has("-causal") || every);
+                let capped = has("hopper-bf16-d128-causal-score") || has("-dv128-score");
+                return capped || plain && (has("-causal") || every);
             }
             if name.starts_with("standard") {
                 return plain
@@ -146,11 +147,29 @@ fn with_options(compute: i32) -> Vec<Variant> {
             limit,
         ));
     }
-    let spec = wide(DType::BF16);
-    if let Some(cut) = backward::wide::cut(&spec, [512, 512], limit) {
+    if let Some(cut) = backward::wide::cut(&wide(DType::BF16), [512, 512], limit) {
         found.extend([Some(cut.keys), Some(cut.rows)]);
     }
     found.extend(standard::variants(&all, limit, 1 << 20));
+    // Columns that fill no panel, values of their own, and what changes scores.
+    let columns = |padded, padded_v, score| Spec {
+        padded_v,
+        score,
+        pairs: false,
+        ..spec(DType::BF16, padded, Mask::Upper)
+    };
+    for spec in [
+        all,
+        columns(64, 64, Score::Modified),
+        columns(256, 256, Score::Modified),
+        columns(128, 128, Score::Applied),
+        columns(80, 80, Score::Folded),
+        columns(192, 192, Score::Folded),
+        columns(192, 128, Score::Applied),
+    ] {
+        let kernel = hopper::variant(&spec, usize::MAX, compute, limit);
+        found.push(kernel.map(|(variant, _)| variant));
+    }
     found.into_iter().flatten().collect()
 }
 

@@ -739,7 +739,7 @@ impl Backend for CudaBackend {
                 (
                     "fa2 forward".into(),
                     match crate::hopper::possible(self) {
-                        true => "sm_90a: warpgroup products, bulk copies (f16, bf16; head_dim 64, 128, 256)",
+                        true => "sm_90a: warpgroup products, bulk copies (f16, bf16; head_dim up to 256)",
                         false => "mma.sync, cp.async",
                     }
                     .into(),

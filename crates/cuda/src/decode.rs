@@ -129,7 +129,7 @@ pub(crate) struct Placed {
 
 /// Stream-ordered memory without cudarc's events, so that a call can be captured in a graph: taken and
 /// given back on one stream.
-struct Workspace<'a> {
+pub(crate) struct Workspace<'a> {
     stream: &'a CudaStream,
     ptr: CUdeviceptr,
 }
@@ -172,7 +172,7 @@ fn clear(stream: &CudaStream, ptr: CUdeviceptr, bytes: u64) -> Result<()> {
 
 /// Memory at rest that calls on `stream` have used: whatever comes next there is ordered after them.
 #[derive(Debug)]
-struct Room {
+pub(crate) struct Room {
     stream: Arc<CudaStream>,
     ptr: CUdeviceptr,
     bytes: u64,
@@ -188,13 +188,13 @@ impl Drop for Room {
 }
 
 /// The memory of one call: its own during a capture, where the graph keeps it, else a room.
-enum States<'a> {
+pub(crate) enum States<'a> {
     Captured(Workspace<'a>),
     Kept(Room),
 }
 
 impl States<'_> {
-    fn ptr(&self) -> CUdeviceptr {
+    pub(crate) fn ptr(&self) -> CUdeviceptr {
         match self {
             States::Captured(own) => own.ptr,
             States::Kept(room) => room.ptr,
@@ -278,6 +278,17 @@ pub(crate) struct Known {
 }
 
 impl Known {
+    /// Two words that are 0 when what comes next on `stream` begins, and must be 0 again when it has
+    /// ended: they go back by [`Known::counted`] once it is queued.
+    pub(crate) fn counters<'a>(&self, stream: &'a Arc<CudaStream>) -> Result<States<'a>> {
+        self.rooms.take(stream, 2, 0)
+    }
+
+    /// What [`Known::counters`] gave.
+    pub(crate) fn counted(&self, counters: States<'_>) {
+        self.rooms.give(counters);
+    }
+
     fn get(&self, backend: &CudaBackend, key: Key, rows: usize) -> Result<Arc<Ready>> {
         let known = self.kernels.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(ready) = known.get(&key) {

@@ -34,7 +34,13 @@ pub(crate) fn serves(
 ) -> Result<Option<(Variant, Tile)>> {
     let dims = problem.dims();
     let wide = pad(dims.head_dim.max(dims.head_dim_v)).is_none();
-    if wide || !possible(backend) {
+    // The copy engine knows no rows without a column.
+    let none = dims.head_dim.min(dims.head_dim_v) == 0;
+    // By measurement: the portable kernel's softmax keeps more warps busy where products are small.
+    let slopes = problem.options().get_alibi_slopes().is_some();
+    let slopes_alone = slopes && !problem.has_bias() && !problem.has_mask();
+    let small = slopes_alone && dims.head_dim.max(dims.head_dim_v) <= 64;
+    if wide || none || small || !possible(backend) {
         return Ok(None);
     }
     let lengths = problem.sequences().iter().map(|s| s.seqlen_q);
@@ -83,6 +89,41 @@ pub(crate) fn walkable(
     pack::anew(backend, stream, tensor, shape, dtype, false)
 }
 
+/// What the copy engine brings at a time: so many rows, and columns of a type, swizzled within as many
+/// bytes as a row of the box has.
+#[derive(Clone, Copy, Debug)]
+struct Boxes {
+    rows: u32,
+    columns: u32,
+    data: sys::CUtensorMapDataType,
+    bytes: u64,
+}
+
+impl Boxes {
+    /// Panels of 64 columns of f16 or bf16.
+    fn panels(dtype: DType, rows: u32) -> Boxes {
+        Boxes {
+            rows,
+            columns: 64,
+            data: match dtype {
+                DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            },
+            bytes: 2,
+        }
+    }
+
+    /// Bytes of 64 or 128 keys.
+    fn bytes(rows: u32, keys: u32) -> Boxes {
+        Boxes {
+            rows,
+            columns: keys,
+            data: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            bytes: 1,
+        }
+    }
+}
+
 /// The map of a `[batch, heads, seqlen, head_dim]` tensor for boxes of `rows` rows and 64 columns.
 pub(crate) fn map(
     name: &'static str,
@@ -91,11 +132,24 @@ pub(crate) fn map(
     dtype: DType,
     rows: u32,
 ) -> Result<TensorMap> {
-    let size = dtype.size() as u64;
+    map_of(name, tensor, shape, Boxes::panels(dtype, rows))
+}
+
+/// The map of a tensor of four axes.
+fn map_of(
+    name: &'static str,
+    tensor: &Tensor,
+    shape: [usize; 4],
+    boxes: Boxes,
+) -> Result<TensorMap> {
     let [b, h, s, d] = shape.map(|n| n as u64);
     // The stride of an axis of one counts for nothing but must be a multiple of 16 bytes.
     let stride = |stride: i64, n: u64| {
-        if n > 1 { stride as u64 * size } else { 16 }
+        if n > 1 {
+            stride as u64 * boxes.bytes
+        } else {
+            16
+        }
     };
     let dims = [d, s, h, b];
     let strides = [
@@ -103,24 +157,25 @@ pub(crate) fn map(
         stride(tensor.sh, h),
         stride(tensor.sb, b),
     ];
+    let swizzle = match u64::from(boxes.columns) * boxes.bytes {
+        64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+        _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+    };
     let mut map = TensorMap::default();
     // SAFETY: every array has as many entries as the rank says, the map is 128 bytes at a multiple of
     // 128, and the call only writes there: the address is for the device.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             std::ptr::from_mut(&mut map).cast(),
-            match dtype {
-                DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            },
+            boxes.data,
             4,
             tensor.ptr as *mut std::ffi::c_void,
             dims.as_ptr(),
             strides.as_ptr(),
-            [64, rows, 1, 1].as_ptr(),
+            [boxes.columns, boxes.rows, 1, 1].as_ptr(),
             [1; 4].as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -130,43 +185,61 @@ pub(crate) fn map(
     Ok(map)
 }
 
+/// The shape of bias or mask with axes of one where all share it (stride 0), if the copy engine can bring
+/// tiles of it as it lies: elements side by side, rows at multiples of 16 bytes.
+fn tiles(tensor: &Tensor, full: [usize; 4], bytes: i64) -> Option<[usize; 4]> {
+    let strides = [tensor.sb, tensor.sh, tensor.ss];
+    let walks = |stride: i64| (0..1 << 39).contains(&stride) && stride * bytes % 16 == 0;
+    if full.contains(&0)
+        || tensor.ptr == 0
+        || !tensor.ptr.is_multiple_of(16)
+        || tensor.sd != 1
+        || !strides.into_iter().all(walks)
+    {
+        return None;
+    }
+    let own = |stride: i64, n: usize| if stride == 0 { 1 } else { n };
+    Some([
+        own(tensor.sb, full[0]),
+        own(tensor.sh, full[1]),
+        own(tensor.ss, full[2]),
+        full[3],
+    ])
+}
+
 /// Row blocks times columns up to which what lies between two blocks of a multiprocessor weighs more than
-/// that its share of the work is settled beforehand; by measurement on an H200.
-const BRIEF: u64 = 1536;
+/// that a row block is asked for before the one ahead of it is done; by measurement on an H200.
+const BRIEF: u64 = 4096;
 
 /// How row blocks are given out. No bit of a row depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Walk {
-    /// Blocks of the launch.
+    /// Blocks of the launch. As many as there are multiprocessors stay and take one row block after
+    /// another, whose loads and stores then overlap; as many as there are row blocks are given out by the
+    /// device.
     grid: u64,
-    /// What they take one after another.
+    /// Row blocks.
     units: u64,
-    /// A unit is two row blocks, from either end.
-    folded: bool,
+    /// Blocks that stay ask for the next one, the longest first, when they have room for it; else their
+    /// turns are known beforehand.
+    asks: bool,
 }
 
 impl Walk {
-    /// As many blocks as there are multiprocessors take one unit after another, whose loads and stores
-    /// then overlap, where units are alike and fill the rounds; else the device gives each
-    /// multiprocessor the next row block when it is free, the longest first.
     fn of(args: &Args, spec: &Spec, multiprocessors: u64) -> Walk {
-        let (blocks, pairs) = (args.row_blocks as u64, args.pairs as u64);
-        let folded = spec.mask != Mask::Full;
-        let units = pairs * if folded { blocks.div_ceil(2) } else { blocks };
-        let rounds = units.div_ceil(multiprocessors);
-        let full = units * 10 >= rounds * multiprocessors * 9;
-        let brief = blocks * u64::from(spec.padded) <= BRIEF;
-        if !spec.sequences && (!folded || brief && full) {
-            return Walk {
-                grid: units.min(multiprocessors),
-                units,
-                folded,
-            };
-        }
+        let units = args.row_blocks as u64 * args.pairs as u64;
+        let alike = spec.mask == Mask::Full && !spec.sequences;
+        let brief = args.row_blocks as u64 * u64::from(spec.padded) <= BRIEF;
+        let stay = alike || brief || spec.sequences;
+        let grid = if stay {
+            units.min(multiprocessors)
+        } else {
+            units
+        };
         Walk {
-            grid: blocks * pairs,
-            units: blocks * pairs,
-            folded: false,
+            grid,
+            units,
+            asks: !alike && units > grid,
         }
     }
 }
@@ -207,16 +280,39 @@ pub(crate) fn run(
             map("v", &args.v, v_shape, dtype, tile.keys)?,
         )
     };
+    let dims = problem.dims();
+    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+    // Each warpgroup has a tile of its own, or of the one row that all share.
+    let rows = |tensor: &Tensor| if tensor.ss == 0 { 1 } else { 64 };
+    let (mut bias, mut mask, mut tiled) = (q, q, 0);
+    if let Some(shape) = tiles(&args.bias, full, 2) {
+        let boxes = Boxes::panels(dtype, rows(&args.bias));
+        bias = map_of("bias", &args.bias, shape, boxes)?;
+        tiled |= 1;
+    }
+    if let Some(shape) = tiles(&args.mask, full, 1) {
+        let boxes = Boxes::bytes(rows(&args.mask), tile.keys);
+        mask = map_of("mask", &args.mask, shape, boxes)?;
+        tiled |= 2;
+    }
     let walk = Walk::of(&args, spec, backend.multiprocessors());
+    let known = backend.known();
+    let turns = walk.asks.then(|| known.counters(stream)).transpose()?;
     let args = HopperArgs {
         q,
         k,
         v,
+        bias,
+        mask,
         forward: args,
+        turns: turns.as_ref().map_or(0, |turns| turns.ptr()),
         units: walk.units as i32,
-        folded: i32::from(walk.folded),
+        tiled,
     };
     ops::launch(backend, stream, variant, (walk.grid, 1), &args)?;
+    if let Some(turns) = turns {
+        known.counted(turns);
+    }
     drop(anew);
     Ok(())
 }
@@ -244,7 +340,7 @@ mod tests {
     /// warpgroup that asks for more waits for ever.
     #[test]
     fn registers_that_change_hands_are_those_of_the_launch() {
-        for head_dim in [64, 128, 256] {
+        for head_dim in crate::kernels::PADDED {
             for rows in [1, usize::MAX] {
                 let spec = Spec::plain(DType::F16, head_dim);
                 let (variant, tile) = hopper::variant(&spec, rows, 90, 227 << 10).unwrap();
@@ -270,20 +366,15 @@ mod tests {
             };
             Walk::of(&args, &spec, 132)
         };
-        let walk = |grid, units, folded| Walk {
-            grid,
-            units,
-            folded,
-        };
+        let walk = |grid, units, asks| Walk { grid, units, asks };
         // Alike: rounds over the multiprocessors, or fewer blocks than there are.
         assert_eq!(of(32, 64, Mask::Full, false), walk(132, 2048, false));
         assert_eq!(of(3, 7, Mask::Full, false), walk(21, 21, false));
-        // A diagonal: two by two, an odd one in the middle alone.
-        assert_eq!(of(4, 512, Mask::Upper, false), walk(132, 1024, true));
-        assert_eq!(of(5, 512, Mask::Band, false), walk(132, 1536, true));
-        // Long ones, too few to fill the rounds, and sequences of a table: as the device sees fit.
+        // A diagonal, and sequences of a table: whoever is free, unless each block has one at most.
+        assert_eq!(of(4, 512, Mask::Upper, false), walk(132, 2048, true));
+        assert_eq!(of(5, 20, Mask::Band, false), walk(100, 100, false));
+        assert_eq!(of(9, 16, Mask::Full, true), walk(132, 144, true));
+        // Long ones under a diagonal: as the device sees fit.
         assert_eq!(of(128, 16, Mask::Upper, false), walk(2048, 2048, false));
-        assert_eq!(of(10, 14, Mask::Upper, false), walk(140, 140, false));
-        assert_eq!(of(9, 16, Mask::Full, true), walk(144, 144, false));
     }
 }

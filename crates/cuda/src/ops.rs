@@ -191,12 +191,14 @@ pub(crate) fn dropped(args: &mut Args, dropout: Dropout) {
     }
 }
 
-/// (batch, head) pairs whose K and V together stay in a good part of the second-level cache.
+/// (batch, head) pairs whose K and V together stay in a good part of the second-level cache, the same
+/// number in each group as far as that goes.
 pub(crate) fn pairs_per_group(problem: &Problem, keys: usize, cache: u64) -> i32 {
     let dims = problem.dims();
     let head = 2 * keys as u64 * dims.head_dim as u64 * problem.dtype().size() as u64;
     let fit = (cache * 2 / 5) * dims.group() as u64 / head.max(1);
-    fit.clamp(1, (dims.batch * dims.num_heads).max(1) as u64) as i32
+    let all = (dims.batch * dims.num_heads).max(1) as u64;
+    all.div_ceil(all.div_ceil(fit.clamp(1, all))) as i32
 }
 
 pub(crate) fn expect_dtype(name: &'static str, got: DType, wanted: DType) -> Result<()> {

@@ -181,9 +181,12 @@ pub struct HopperArgs {
     pub q: TensorMap,
     pub k: TensorMap,
     pub v: TensorMap,
+    pub bias: TensorMap,
+    pub mask: TensorMap,
     pub forward: Args,
+    pub turns: u64,
     pub units: i32,
-    pub folded: i32,
+    pub tiled: i32,
 }
 
 // SAFETY: repr(C) of integers and floats only, the layout `struct HopperArgs` of hopper.cu has; its tail is
@@ -310,10 +313,10 @@ mod tests {
     fn tensor_maps_are_the_drivers() {
         assert_eq!(size_of::<TensorMap>(), size_of::<sys::CUtensorMap>());
         assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>());
-        assert_eq!(std::mem::offset_of!(HopperArgs, forward), 3 * 128);
+        assert_eq!(std::mem::offset_of!(HopperArgs, forward), 5 * 128);
         assert_eq!(
-            std::mem::offset_of!(HopperArgs, units),
-            3 * 128 + size_of::<Args>()
+            std::mem::offset_of!(HopperArgs, turns),
+            5 * 128 + size_of::<Args>()
         );
         assert_eq!(size_of::<HopperArgs>() % 128, 0);
         assert_eq!(std::mem::offset_of!(BackwardHopperArgs, backward), 4 * 128);

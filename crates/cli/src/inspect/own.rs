@@ -115,8 +115,11 @@ const BACKWARD_POINTERS: [(usize, &str); 12] = [
     ),
 ];
 
-/// Where `tw_hopper` has its tensor maps.
-const MAPS: [(usize, &str); 3] = [
+/// Where `tw_hopper` has its tensor maps, and what its blocks take their turns by.
+const MAPS: [(usize, &str); 6] = [
+    (std::mem::offset_of!(HopperArgs, bias), "bias"),
+    (std::mem::offset_of!(HopperArgs, mask), "mask"),
+    (std::mem::offset_of!(HopperArgs, turns), TURNS),
     (std::mem::offset_of!(HopperArgs, q), "q"),
     (std::mem::offset_of!(HopperArgs, k), "k"),
     (std::mem::offset_of!(HopperArgs, v), "v"),
@@ -129,6 +132,9 @@ const BACKWARD_MAPS: [(usize, &str); 4] = [
     (std::mem::offset_of!(BackwardHopperArgs, v), "v"),
     (std::mem::offset_of!(BackwardHopperArgs, dout), "dout"),
 ];
+
+/// Two words that say which row blocks are taken: no part of attention.
+pub(super) const TURNS: &str = "turns";
 
 /// Names for the kernel `entry`; of kernels that are not this project's, none are known.
 pub(super) fn namer(entry: &str) -> impl Fn(Pointer) -> Option<&'static str> {

@@ -5,6 +5,7 @@ use tilewise::Algorithm;
 
 use super::Inspected;
 use super::access::{Place, Way};
+use super::own::TURNS;
 
 /// One statement about the kernels of an algorithm.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -35,7 +36,12 @@ pub(super) fn findings(algorithm: Algorithm, kernels: &[Inspected]) -> Vec<Findi
     let mut all = Vec::new();
     for one in kernels {
         let kernel = &one.ptx;
-        let stored = |place| kernel.tensors(Way::Store, place);
+        // Which row blocks are taken is counted in memory too.
+        let stored = |place| {
+            let mut tensors = kernel.tensors(Way::Store, place);
+            tensors.retain(|tensor| *tensor != TURNS);
+            tensors
+        };
         let loaded = |place| kernel.tensors(Way::Load, place);
         let entry = kernel.entry.as_str();
         match (algorithm.resolve(), entry) {

@@ -39,7 +39,7 @@ DEV void copy_box(u32 dst, const TensorMap& map, u32 bar, int column, int row, i
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
                  ::"r"(dst), "l"(&map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-// ROWS rows of COLS columns from row `row` on, zero beyond the tensor; arrives at `bar` with all bytes. One thread.
+// ROWS rows of COLS columns, whole panels, from row `row` on, zero beyond the tensor; arrives at `bar` with all bytes. One thread.
 template <int ROWS, int COLS> DEV void copy_tile(u32 dst, const TensorMap& map, u32 bar, int row, int head, int batch) {
     bar_expect(bar, ROWS * COLS * 2);
 #pragma unroll
@@ -74,15 +74,23 @@ DEV void before_wait(float x, u32 spare) {
 #else
 #define WG_TYPES ".f32.f16.f16 "
 #endif
-#define WG_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_LOW "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WG_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define WG_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define WG_0 WG_LOW WG_16 WG_24
 #define WG_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define WG_40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WG_40 WG_40_47 WG_48 WG_56
+#define WG_40_47 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WG_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define WG_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define WG_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define WG_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define WG_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define WG_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define ACC1(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define ACC2(c, i) ACC1(c, i), ACC1(c, i + 1)
-#define ACC8(c, i) ACC2(c, i), ACC2(c, i + 2), ACC2(c, i + 4), ACC2(c, i + 6)
+#define ACC4(c, i) ACC2(c, i), ACC2(c, i + 2)
+#define ACC8(c, i) ACC4(c, i), ACC4(c, i + 4)
 
 // c (+)= A B^T for 64 rows and N columns, sixteen steps of the sum; A and B at descriptors. MORE 0: c is overwritten.
 template <int N, int MORE, int NTL> DEV void product_ss(float (&c)[NTL][4], u64 a, u64 b) {
@@ -90,6 +98,7 @@ template <int N, int MORE, int NTL> DEV void product_ss(float (&c)[NTL][4], u64 
 #define SS(n, regs, A, B, M) "{\n.reg .pred p;\nsetp.ne.b32 p, " M ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16" WG_TYPES "{" regs "}, " A ", " B ", p, 1, 1, 0, 0;\n}"
     if constexpr (N == 64) asm volatile(SS("64", WG_0, "%32", "%33", "%34") : ACC8(c, 0) : "l"(a), "l"(b), "n"(MORE));
     else if constexpr (N == 80) asm volatile(SS("80", WG_0 WG_32, "%40", "%41", "%42") : ACC8(c, 0), ACC2(c, 8) : "l"(a), "l"(b), "n"(MORE));
+    else if constexpr (N == 112) asm volatile(SS("112", WG_0 WG_32 WG_40_47 WG_48, "%56", "%57", "%58") : ACC8(c, 0), ACC4(c, 8), ACC2(c, 12) : "l"(a), "l"(b), "n"(MORE));
     else if constexpr (N == 160) asm volatile(SS("160", WG_0 WG_32 WG_40 WG_64, "%80", "%81", "%82") : ACC8(c, 0), ACC8(c, 8), ACC2(c, 16), ACC2(c, 18) : "l"(a), "l"(b), "n"(MORE));
     else if constexpr (N == 176) asm volatile(SS("176", WG_0 WG_32 WG_40 WG_64 WG_80, "%88", "%89", "%90") : ACC8(c, 0), ACC8(c, 8), ACC2(c, 16), ACC2(c, 18), ACC2(c, 20) : "l"(a), "l"(b), "n"(MORE));
     else if constexpr (N == 192) asm volatile(SS("192", WG_0 WG_32 WG_40 WG_64 WG_80 WG_88, "%96", "%97", "%98") : ACC8(c, 0), ACC8(c, 8), ACC8(c, 16) : "l"(a), "l"(b), "n"(MORE));
@@ -99,11 +108,20 @@ template <int N, int MORE, int NTL> DEV void product_ss(float (&c)[NTL][4], u64 
 
 // c += A B for 64 rows and N columns, from fragment AT of c on: A in registers, B's rows along the sum.
 template <int N, int AT, int NTL> DEV void product_rs(float (&c)[NTL][4], const u32 (&a)[4], u64 b) {
+    static_assert(N == 128 || N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 112 || N == 160 || N == 192 || N == 224, "a number of columns there is a case for");
 #define RS(n, regs, A, B) "wgmma.mma_async.sync.aligned.m64n" n "k16" WG_TYPES "{" regs "}, {" A "}, " B ", 1, 1, 1, 1;"
-    if constexpr (N == 64)
-        asm volatile(RS("64", WG_0, "%32,%33,%34,%35", "%36") : ACC8(c, AT) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else
-        asm volatile(RS("128", WG_0 WG_32 WG_40, "%64,%65,%66,%67", "%68") : ACC8(c, AT), ACC8(c, AT + 8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define A_REGS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+    if constexpr (N == 32) asm volatile(RS("32", WG_LOW, "%16,%17,%18,%19", "%20") : ACC4(c, AT) : A_REGS);
+    else if constexpr (N == 48) asm volatile(RS("48", WG_LOW WG_16, "%24,%25,%26,%27", "%28") : ACC4(c, AT), ACC2(c, AT + 4) : A_REGS);
+    else if constexpr (N == 64) asm volatile(RS("64", WG_0, "%32,%33,%34,%35", "%36") : ACC8(c, AT) : A_REGS);
+    else if constexpr (N == 80) asm volatile(RS("80", WG_0 WG_32, "%40,%41,%42,%43", "%44") : ACC8(c, AT), ACC2(c, AT + 8) : A_REGS);
+    else if constexpr (N == 96) asm volatile(RS("96", WG_0 WG_32 WG_40_47, "%48,%49,%50,%51", "%52") : ACC8(c, AT), ACC4(c, AT + 8) : A_REGS);
+    else if constexpr (N == 112) asm volatile(RS("112", WG_0 WG_32 WG_40_47 WG_48, "%56,%57,%58,%59", "%60") : ACC8(c, AT), ACC4(c, AT + 8), ACC2(c, AT + 12) : A_REGS);
+    else if constexpr (N == 160) asm volatile(RS("160", WG_0 WG_32 WG_40 WG_64, "%80,%81,%82,%83", "%84") : ACC8(c, AT), ACC8(c, AT + 8), ACC4(c, AT + 16) : A_REGS);
+    else if constexpr (N == 192) asm volatile(RS("192", WG_0 WG_32 WG_40 WG_64 WG_80 WG_88, "%96,%97,%98,%99", "%100") : ACC8(c, AT), ACC8(c, AT + 8), ACC8(c, AT + 16) : A_REGS);
+    else if constexpr (N == 224) asm volatile(RS("224", WG_0 WG_32 WG_40 WG_64 WG_80 WG_88 WG_96, "%112,%113,%114,%115", "%116") : ACC8(c, AT), ACC8(c, AT + 8), ACC8(c, AT + 16), ACC4(c, AT + 24) : A_REGS);
+    else asm volatile(RS("128", WG_0 WG_32 WG_40, "%64,%65,%66,%67", "%68") : ACC8(c, AT), ACC8(c, AT + 8) : A_REGS);
+#undef A_REGS
 #undef RS
 }
 

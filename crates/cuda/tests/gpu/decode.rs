@@ -360,6 +360,8 @@ fn a_captured_graph_replays_the_same_bits() {
     for (shape, algorithm) in [
         (dims(2, 8, 2, 1, 3000, 128), Algorithm::Fa2),
         (dims(2, 4, 2, 300, 300, 128), Algorithm::Fa2),
+        // More row blocks than any device has multiprocessors.
+        (dims(2, 26, 2, 500, 500, 128), Algorithm::Fa2),
         (dims(1, 2, 1, 100, 150, 64), Algorithm::Standard),
         (dims(1, 2, 1, 100, 150, 64), Algorithm::Fa1),
     ] {

@@ -1,7 +1,9 @@
 //! `hopper.cu` and, on the same device, `fa2.cu`: both equal the definition, and no bit of a row depends
 //! on how rows are cut. Elsewhere the same tests run the portable kernels alone.
 
+use tilewise_core::Dropout;
 use tilewise_cuda::CudaOptions;
+use tilewise_testkit::{Case, Judged, Sequences, Setting};
 
 use super::*;
 
@@ -59,7 +61,8 @@ fn a_report_names_the_instructions() {
         &plain
     };
     assert_eq!(isa(&backend, Algorithm::Fa2, 128), own);
-    assert_eq!(isa(&backend, Algorithm::Fa2, 80), plain);
+    assert_eq!(isa(&backend, Algorithm::Fa2, 80), own);
+    assert_eq!(isa(&backend, Algorithm::Fa2, 300), plain);
     assert_eq!(isa(&backend, Algorithm::Fa1, 128), plain);
     let portable = portable("a_report_names_the_instructions").unwrap();
     assert_eq!(isa(&portable, Algorithm::Fa2, 128), plain);
@@ -92,15 +95,154 @@ fn a_row_does_not_depend_on_how_many_follow() {
     }
 }
 
+/// What changes a score, alone and together: tiles of bias and mask that lie on 16 bytes and that do not,
+/// written out and broadcast, of sequences that are packed and that are not.
+#[test]
+fn options_over_tiles_of_keys_equal_the_definition() {
+    let name = "options_over_tiles_of_keys_equal_the_definition";
+    let Some(backend) = gpu(name) else { return };
+    fn one<T: Element>(backend: &CudaBackend, case: &Case) {
+        let setting = Setting::<T>::new(case, |problem, inputs| {
+            super::options::forward(backend, problem, inputs, Algorithm::Fa2).unwrap()
+        });
+        let who = format!("{} {case:?}", T::DTYPE);
+        let judged = Judged::new(&setting.problem(), &setting.inputs());
+        let agrees = judged.agrees(&who, &setting.out, &setting.lse);
+        agrees.unwrap_or_else(|e| panic!("{e}"));
+    }
+    let packed = Sequences::Packed(vec![(150, 300), (70, 64), (0, 9), (130, 201)], true);
+    let dropped = Options::new().causal(true).dropout(Dropout::Philox {
+        p: 0.3,
+        seed: 17,
+        offset: 5,
+    });
+    for (d, sk) in [(64, 384), (128, 384), (200, 320)] {
+        let plain = |sk| Case::dense(d as u64, dims(2, 4, 2, 150, sk, d));
+        let everything = |sequences| Case {
+            sequences,
+            options: Options::new().causal(true).window_left(140).softcap(9.0),
+            alibi: true,
+            sinks: true,
+            bias: Some([false; 4]),
+            mask: Some([true, false, false, false]),
+            ..plain(sk)
+        };
+        let cases = [
+            Case {
+                options: Options::new().softcap(2.0),
+                ..plain(sk)
+            },
+            Case {
+                alibi: true,
+                options: Options::new().causal(true),
+                ..plain(sk)
+            },
+            Case {
+                bias: Some([true, false, false, false]),
+                ..plain(sk)
+            },
+            Case {
+                bias: Some([false, true, true, false]),
+                ..plain(sk + 3)
+            },
+            Case {
+                mask: Some([false; 4]),
+                options: Options::new().causal(true),
+                ..plain(sk)
+            },
+            Case {
+                mask: Some([false, false, false, true]),
+                bias: Some([false, true, false, false]),
+                ..plain(sk - 5)
+            },
+            Case {
+                options: dropped.clone(),
+                ..plain(sk)
+            },
+            everything(Sequences::Dense),
+            everything(packed.clone()),
+        ];
+        // All of them at one head_dim; each is a kernel to compile.
+        let some = if d == 64 { &cases[..] } else { &cases[4..] };
+        for case in some {
+            one::<bf16>(&backend, case);
+        }
+        if d == 64 {
+            one::<f16>(&backend, &everything(packed.clone()));
+        }
+    }
+}
+
+/// Blocks that ask for row block after row block take each once, call after call, whoever is first.
+#[test]
+fn row_blocks_beyond_one_each_are_all_done() {
+    let Some(backend) = gpu("row_blocks_beyond_one_each_are_all_done") else {
+        return;
+    };
+    let data = Data::<bf16>::new(dims(1, 48, 8, 500, 500, 64), 12);
+    for options in [
+        Options::new().causal(true),
+        Options::new().window_left(90).window_right(40),
+    ] {
+        let (out, lse) = run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+        verdict(&data.inputs(), &options, &out, &lse).unwrap();
+        for _ in 0..4 {
+            let (again, lse_again) =
+                run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+            assert_eq!(bits(&out), bits(&again), "{options:?}");
+            assert_eq!(bits(&lse), bits(&lse_again), "{options:?}");
+        }
+    }
+}
+
+/// Tiles that a mask, a bias or a bound hides in part hold NaN and infinity: rows that do not see them stay
+/// as they are, at every warpgroup's place.
+#[test]
+fn hidden_values_of_many_tiles_do_not_leak() {
+    let name = "hidden_values_of_many_tiles_do_not_leak";
+    let Some(backend) = gpu(name) else { return };
+    let (rows, keys) = (260, 520);
+    for d in [64, 128, 192] {
+        let mut data = Data::<bf16>::new(dims(1, 2, 1, rows, keys, d), 4);
+        let bad = |key: usize| key % 97 == 5;
+        for key in (0..keys).filter(|&key| bad(key)) {
+            data.v[key * d + key % d] = bf16::NAN;
+            data.v[key * d + 1] = bf16::INFINITY;
+        }
+        // Every third row sees them.
+        let seen = |at: usize| (at / keys).is_multiple_of(3) || !bad(at % keys);
+        let mask: Vec<u8> = (0..rows * keys).map(|at| u8::from(seen(at))).collect();
+        let hide = |at| if seen(at) { 0.5 } else { f64::NEG_INFINITY };
+        let bias: Vec<bf16> = (0..rows * keys)
+            .map(|at| bf16::from_f64(hide(at)))
+            .collect();
+        let mask = TensorView::bhsd(&mask, [1, 1, rows, keys]).unwrap();
+        let bias = TensorView::bhsd(&bias, [1, 1, rows, keys]).unwrap();
+        for inputs in [data.inputs().mask(mask), data.inputs().bias(bias)] {
+            for options in [Options::new(), Options::new().causal(true)] {
+                let (out, lse) = run(&backend, &inputs, &options, Algorithm::Fa2).unwrap();
+                if let Err(found) = verdict(&inputs, &options, &out, &lse) {
+                    panic!("{d} {options:?}: {found}");
+                }
+                let clean = |row: usize| out[row * d..][..d].iter().all(|x| x.is_finite());
+                assert!((0..2 * rows).all(|row| (row % rows).is_multiple_of(3) || clean(row)));
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
-    /// Any head_dim that is served, padded ones among them, any bounds, softcaps, sinks, and rows laid out
+    /// Any head_dim, padded ones and those of values apart among them, any bounds, softcaps, sinks, and rows laid out
     /// by heads, by rows or backwards.
     #[test]
     fn any_problem_of_tiles_by_the_copy_engine_equals_the_definition(
         (batch, kv, group) in (1usize..=2, 1usize..=2, 1usize..=3),
         (sq, sk) in (65usize..=300, 0usize..=420),
-        d in prop_oneof![Just(64usize), Just(128), Just(256), Just(56), Just(120), Just(232)],
+        (d, dv) in prop_oneof![
+            4 => prop_oneof![Just(64usize), Just(128), Just(56), Just(80), Just(232)].prop_map(|d| (d, d)),
+            1 => prop_oneof![Just((192usize, 128usize)), Just((40, 150))],
+        ],
         causal in any::<bool>(),
         top_left in any::<bool>(),
         left in proptest::option::weighted(0.3, 0usize..200),
@@ -112,7 +254,10 @@ proptest! {
     ) {
         let name = "any_problem_of_tiles_by_the_copy_engine_equals_the_definition";
         let Some(backend) = gpu(name) else { return Ok(()) };
-        let shape = dims(batch, kv * group, kv, sq, sk, d);
+        let shape = Dims {
+            head_dim_v: dv,
+            ..dims(batch, kv * group, kv, sq, sk, d)
+        };
         let mut options = Options::new()
             .causal(causal)
             .alignment(if top_left { Alignment::TopLeft } else { Alignment::BottomRight })
@@ -137,9 +282,9 @@ proptest! {
         };
         let wide = data.wide();
         let inputs = Inputs::new(
-            lay(&data.q, shape.out_shape()),
+            lay(&data.q, [batch, kv * group, sq, d]),
             lay(&data.k, wide),
-            lay(&data.v, wide),
+            lay(&data.v, [batch, kv, sk, dv]),
         );
         let (out, lse) = run(&backend, &inputs, &options, Algorithm::Fa2).unwrap();
         if let Err(found) = verdict(&inputs, &options, &out, &lse) {

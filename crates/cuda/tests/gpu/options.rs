@@ -16,7 +16,7 @@ use super::{Data, bits, dims, gpu, run, verdict};
 const BOTH: [Algorithm; 2] = [Algorithm::Standard, Algorithm::Fa2];
 
 /// out and lse of a problem, poisoned first.
-fn forward<T: Element>(
+pub(super) fn forward<T: Element>(
     backend: &CudaBackend,
     problem: &Problem,
     inputs: &Inputs<'_, T>,
