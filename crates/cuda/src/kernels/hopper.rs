@@ -140,7 +140,10 @@ const MODIFIED: [Tile; 3] = [
 /// The tile for `spec` and sequences of up to `rows` rows, where this family serves it. Whether it does
 /// depends on neither lengths nor batch, so a row's bits do not.
 pub fn tile(spec: &Spec, rows: usize) -> Option<Tile> {
-    if !matches!(spec.dtype, DType::F16 | DType::BF16) || !spec.aligned {
+    // Where products are small, drawing what is dropped takes so long that `fa2.cu`, which keeps more warps
+    // at it, is no slower (by measurement on an H200).
+    let drawing = spec.dropout && spec.padded.max(spec.padded_v) <= 64;
+    if !matches!(spec.dtype, DType::F16 | DType::BF16) || drawing || !spec.aligned {
         return None;
     }
     let tiles: &[Tile] = match spec.score {

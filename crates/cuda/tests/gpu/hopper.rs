@@ -97,9 +97,7 @@ fn a_row_does_not_depend_on_how_many_follow() {
 
 /// What changes a score, alone and together: tiles of bias and mask that lie on 16 bytes and that do not,
 /// written out and broadcast, of sequences that are packed and that are not.
-#[test]
-fn options_over_tiles_of_keys_equal_the_definition() {
-    let name = "options_over_tiles_of_keys_equal_the_definition";
+fn options_over_tiles(name: &str, d: usize, sk: usize) {
     let Some(backend) = gpu(name) else { return };
     fn one<T: Element>(backend: &CudaBackend, case: &Case) {
         let setting = Setting::<T>::new(case, |problem, inputs| {
@@ -116,61 +114,75 @@ fn options_over_tiles_of_keys_equal_the_definition() {
         seed: 17,
         offset: 5,
     });
-    for (d, sk) in [(64, 384), (128, 384), (200, 320)] {
-        let plain = |sk| Case::dense(d as u64, dims(2, 4, 2, 150, sk, d));
-        let everything = |sequences| Case {
-            sequences,
-            options: Options::new().causal(true).window_left(140).softcap(9.0),
-            alibi: true,
-            sinks: true,
-            bias: Some([false; 4]),
-            mask: Some([true, false, false, false]),
+    let plain = |sk| Case::dense(d as u64, dims(2, 4, 2, 150, sk, d));
+    let everything = |sequences| Case {
+        sequences,
+        options: Options::new().causal(true).window_left(140).softcap(9.0),
+        alibi: true,
+        sinks: true,
+        bias: Some([false; 4]),
+        mask: Some([true, false, false, false]),
+        ..plain(sk)
+    };
+    let cases = [
+        Case {
+            options: Options::new().softcap(2.0),
             ..plain(sk)
-        };
-        let cases = [
-            Case {
-                options: Options::new().softcap(2.0),
-                ..plain(sk)
-            },
-            Case {
-                alibi: true,
-                options: Options::new().causal(true),
-                ..plain(sk)
-            },
-            Case {
-                bias: Some([true, false, false, false]),
-                ..plain(sk)
-            },
-            Case {
-                bias: Some([false, true, true, false]),
-                ..plain(sk + 3)
-            },
-            Case {
-                mask: Some([false; 4]),
-                options: Options::new().causal(true),
-                ..plain(sk)
-            },
-            Case {
-                mask: Some([false, false, false, true]),
-                bias: Some([false, true, false, false]),
-                ..plain(sk - 5)
-            },
-            Case {
-                options: dropped.clone(),
-                ..plain(sk)
-            },
-            everything(Sequences::Dense),
-            everything(packed.clone()),
-        ];
-        // All of them at one head_dim; each is a kernel to compile.
-        let some = if d == 64 { &cases[..] } else { &cases[4..] };
-        for case in some {
-            one::<bf16>(&backend, case);
-        }
-        if d == 64 {
-            one::<f16>(&backend, &everything(packed.clone()));
-        }
+        },
+        Case {
+            alibi: true,
+            options: Options::new().causal(true),
+            ..plain(sk)
+        },
+        Case {
+            bias: Some([true, false, false, false]),
+            ..plain(sk)
+        },
+        Case {
+            bias: Some([false, true, true, false]),
+            ..plain(sk + 3)
+        },
+        Case {
+            mask: Some([false; 4]),
+            options: Options::new().causal(true),
+            ..plain(sk)
+        },
+        Case {
+            mask: Some([false, false, false, true]),
+            bias: Some([false, true, false, false]),
+            ..plain(sk - 5)
+        },
+        Case {
+            options: dropped.clone(),
+            ..plain(sk)
+        },
+        everything(Sequences::Dense),
+        everything(packed.clone()),
+    ];
+    // All of them at one head_dim; each is a kernel to compile.
+    let some = if d == 64 { &cases[..] } else { &cases[4..] };
+    for case in some {
+        one::<bf16>(&backend, case);
     }
+    if d == 64 {
+        one::<f16>(&backend, &everything(packed.clone()));
+    }
+}
+
+#[test]
+fn options_over_tiles_of_keys_equal_the_definition() {
+    let name = "options_over_tiles_of_keys_equal_the_definition";
+    options_over_tiles(name, 64, 384);
+}
+
+#[test]
+fn options_at_head_dim_128_equal_the_definition() {
+    options_over_tiles("options_at_head_dim_128_equal_the_definition", 128, 384);
+}
+
+#[test]
+fn options_at_head_dim_200_equal_the_definition() {
+    options_over_tiles("options_at_head_dim_200_equal_the_definition", 200, 320);
 }
 
 /// Blocks that ask for row block after row block take each once, call after call, whoever is first.
