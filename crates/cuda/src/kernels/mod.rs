@@ -15,7 +15,7 @@ pub mod split;
 pub mod standard;
 pub mod state;
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -378,7 +378,8 @@ impl Variant {
         threads: u32,
         shared: u32,
     ) -> Variant {
-        let mut defines = vec![
+        let mut defines = Vec::with_capacity(10 + tile.len());
+        defines.extend([
             ("DTYPE", dtype_code(spec.dtype)),
             ("DP", spec.padded as i32),
             ("MASK", spec.mask as i32),
@@ -388,17 +389,22 @@ impl Variant {
             ("DROPOUT", i32::from(spec.dropout)),
             ("SEQS", i32::from(spec.sequences)),
             ("PAIRS", i32::from(spec.pairs)),
-        ];
+        ]);
         defines.extend_from_slice(tile);
-        let mut name = format!(
-            "{}-{}-d{}-{}",
-            entry.trim_start_matches("tw_").replace('_', "-"),
+        // Calls make it anew to look their kernel up: one allocation, whatever its parts. Writing to a
+        // String cannot fail.
+        let mut name = String::with_capacity(192);
+        let entry_name = entry.trim_start_matches("tw_").chars();
+        name.extend(entry_name.map(|c| if c == '_' { '-' } else { c }));
+        let _ = write!(
+            name,
+            "-{}-d{}-{}",
             spec.dtype,
             spec.padded,
             spec.mask.name()
         );
         if spec.padded_v != spec.padded {
-            name += &format!("-dv{}", spec.padded_v);
+            let _ = write!(name, "-dv{}", spec.padded_v);
         }
         if spec.pairs {
             name += "-pairs";
@@ -418,7 +424,10 @@ impl Variant {
             name += "-strided";
         }
         for (key, value) in tile {
-            name += &format!("-{}{value}", key.to_ascii_lowercase().replace('_', ""));
+            name.push('-');
+            let letters = key.chars().filter(|&c| c != '_');
+            name.extend(letters.map(|c| c.to_ascii_lowercase()));
+            let _ = write!(name, "{value}");
         }
         Variant {
             family,
@@ -761,6 +770,27 @@ pub fn build(
 mod tests {
     use super::*;
     use tilewise_core::Options;
+
+    /// Files of kernels built ahead are found by it.
+    #[test]
+    fn a_name_tells_all_that_a_kernel_is_compiled_for() {
+        let spec = Spec {
+            mask: Mask::Upper,
+            score: Score::Applied,
+            dropout: true,
+            sequences: true,
+            aligned: false,
+            padded_v: 64,
+            ..Spec::plain(DType::BF16, 128)
+        };
+        let tile = [("BN", 64), ("P_REG", 1)];
+        let made = Variant::new(Family::Fa2, "tw_a_kernel", &spec, &tile, 128, 0);
+        assert_eq!(
+            made.name,
+            "a-kernel-bf16-d128-causal-dv64-score-dropout-sequences-strided-bn64-preg1"
+        );
+        assert!(made.defines.ends_with(&tile));
+    }
 
     #[test]
     fn every_architecture_has_a_variant_of_everything_within_its_shared_memory() {
