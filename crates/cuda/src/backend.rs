@@ -738,7 +738,7 @@ impl Backend for CudaBackend {
                 ("L2".into(), format!("{} MiB", shared.l2 >> 20)),
                 (
                     "fa2 forward".into(),
-                    match crate::hopper::possible(self) {
+                    match crate::hopper::possible(self) && shared.modules.has_native_of("hopper-") {
                         true => "sm_90a: warpgroup products, bulk copies (f16, bf16; head_dim up to 256)",
                         false => "mma.sync, cp.async",
                     }
@@ -746,7 +746,7 @@ impl Backend for CudaBackend {
                 ),
                 (
                     "fa2 backward".into(),
-                    match crate::hopper::possible(self) {
+                    match crate::hopper::possible(self) && shared.modules.has_native_of("bwd-hopper-") {
                         true => "sm_90a: warpgroup products, bulk copies (f16, bf16)",
                         false => "mma.sync, cp.async",
                     }

@@ -68,6 +68,17 @@ impl Store {
             .join(format!("{}.{arch}.{}.{kind}", variant.name, &key[..16]))
     }
 
+    /// Whether a file is here that by its name is of a kernel whose name begins with `start`, for `arch`.
+    pub(crate) fn names(&self, start: &str, arch: &str) -> bool {
+        let part = format!(".{arch}.");
+        let files = std::fs::read_dir(&self.folder).into_iter().flatten();
+        files.flatten().any(|file| {
+            let name = file.file_name();
+            let name = name.to_string_lossy();
+            name.starts_with(start) && name.contains(&part)
+        })
+    }
+
     /// The image of `variant` for `arch`, if it is here and whole.
     pub fn load(
         &self,
@@ -160,7 +171,10 @@ mod tests {
         let store = Store::at(folder.path().join("deep").join("er"));
         let v = variant();
         assert_eq!(store.load(&v, "sm_80", None), None);
+        assert!(!store.names("", "sm_80"));
         store.save(&v, "sm_80", Some((13, 0)), b"code").unwrap();
+        assert!(store.names("", "sm_80") && store.names("fa2-", "sm_80"));
+        assert!(!store.names("fa2-", "sm_8") && !store.names("hopper-", "sm_80"));
         assert_eq!(store.load(&v, "sm_80", Some((13, 0))).unwrap(), b"code");
         assert_eq!(store.load(&v, "sm_80", Some((12, 9))), None);
         assert_eq!(store.load(&v, "sm_90a", Some((13, 0))), None);

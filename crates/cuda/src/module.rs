@@ -138,10 +138,15 @@ impl Modules {
     /// Whether kernels with the features of this chip alone may be found or made.
     pub(crate) fn has_native(&self) -> bool {
         // Asked at every call.
-        *self.native.get_or_init(|| {
-            let native = native(self.compute);
-            self.prebuilt.is_some() || self.nvrtc().is_ok_and(|nvrtc| nvrtc.supports(&native))
-        })
+        *self.native.get_or_init(|| self.has_native_of(""))
+    }
+
+    /// The same of kernels whose names begin with `start`. Looks into the folder of those built ahead.
+    pub(crate) fn has_native_of(&self, start: &str) -> bool {
+        let native = native(self.compute);
+        let ahead = self.prebuilt.as_ref();
+        ahead.is_some_and(|folder| folder.names(start, &native))
+            || self.nvrtc().is_ok_and(|nvrtc| nvrtc.supports(&native))
     }
 
     fn make(&self, variant: &Variant) -> Result<CudaFunction> {
