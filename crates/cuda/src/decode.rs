@@ -516,6 +516,7 @@ pub(crate) fn run(
     let small_room = if small.is_empty() {
         None
     } else {
+        crate::ops::uncaptured(stream, "lengths of sequences, alibi_slopes and sinks")?;
         let room = Workspace::new(stream, "the lengths of sequences", small.len() as u64)?;
         // SAFETY: `room` holds that many bytes; the source is pageable, so the driver copies it before
         // it returns.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::sys::CUstreamCaptureStatus;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _};
 use tilewise_core::{Algorithm, DType, Dropout, Error, Problem, Result, Sequence};
 
@@ -317,9 +318,26 @@ pub(crate) fn upload_per_head(
     name: &'static str,
     values: &[f32],
 ) -> Result<CudaSlice<f32>> {
+    uncaptured(stream, name)?;
     stream
         .clone_htod(values)
         .map_err(|e| allocation(name, size_of_val(values) as u64, e))
+}
+
+/// Refuses a copy from memory of this call while `stream` is captured: each replay would read there again.
+///
+/// # Errors
+/// [`Error::Unsupported`] naming `what`, and failures of the driver.
+pub(crate) fn uncaptured(stream: &CudaStream, what: &str) -> Result<()> {
+    let status = stream
+        .capture_status()
+        .map_err(|e| driver("cuStreamIsCapturing", e))?;
+    if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        return Ok(());
+    }
+    Err(unsupported(format!(
+        "{what} while the stream is captured (a replay would read the host memory of the captured call)"
+    )))
 }
 
 pub(crate) fn q_shape(problem: &Problem) -> [usize; 4] {

@@ -265,6 +265,8 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
     for (; j >= jmin; --j) step(j, crossed(j));
 #endif
     cp_wait<0>();
+    // Where no tile was, no barrier was either: Q that other threads brought is on its way to rows that the output takes.
+    __syncthreads();
 
 #pragma unroll
     for (int x = 0; x < WM; ++x)

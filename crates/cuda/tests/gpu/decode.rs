@@ -350,6 +350,28 @@ fn an_entry_of_a_device_table_that_names_no_page_gives_nan() {
     }
 }
 
+/// Few states are joined by the block that ends last, many by a second kernel: a short sequence has the same
+/// bits beside one whose states are many.
+#[test]
+fn a_row_has_the_same_bits_beside_a_sequence_of_many_chunks() {
+    let Some(backend) = gpu("a_row_has_the_same_bits_beside_a_sequence_of_many_chunks") else {
+        return;
+    };
+    let data = Data::<bf16>::new(dims(2, 4, 1, 1, 20_000, 64), 31);
+    let options = Options::new();
+    let inputs = data.inputs().seqused_k(&[3000, 20_000]);
+    let (both, both_lse) = run(&backend, &inputs, &options, Algorithm::Fa2).unwrap();
+    let keys = [1, 1, 3000, 64];
+    let alone = Inputs::new(
+        TensorView::bhsd(&data.q[..4 * 64], [1, 4, 1, 64]).unwrap(),
+        TensorView::bhsd(&data.k[..3000 * 64], keys).unwrap(),
+        TensorView::bhsd(&data.v[..3000 * 64], keys).unwrap(),
+    );
+    let (out, lse) = run(&backend, &alone, &options, Algorithm::Fa2).unwrap();
+    assert_eq!(bits(&both[..4 * 64]), bits(&out));
+    assert_eq!(both_lse[..4], lse[..]);
+}
+
 /// A call whose tensors are raw addresses allocates and orders by the stream alone, so it can be captured.
 #[test]
 fn a_captured_graph_replays_the_same_bits() {

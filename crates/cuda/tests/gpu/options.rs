@@ -453,6 +453,56 @@ fn what_changes_scores_equals_the_definition_in_wider_rows() {
     );
 }
 
+/// Chunks of a bias arrive by the copy unit, rows that do not lie on sixteen bytes by their elements: to the
+/// same bits.
+#[test]
+fn a_bias_gives_the_same_bits_however_it_lies() {
+    let Some(backend) = super::hopper::portable("a_bias_gives_the_same_bits_however_it_lies")
+    else {
+        return;
+    };
+    let (sq, sk) = (140, 320);
+    let data = Data::<bf16>::new(dims(1, 2, 1, sq, sk, 128), 23);
+    let values: Vec<bf16> = Noise(24).tensor(sq * sk, 2.0);
+    let mut apart = vec![bf16::ZERO; sq * (sk + 1)];
+    let mut turned = values.clone();
+    for (at, &value) in values.iter().enumerate() {
+        let (row, key) = (at / sk, at % sk);
+        apart[row * (sk + 1) + key] = value;
+        turned[key * sq + row] = value;
+    }
+    let results = [
+        (&values, [0, 0, sk as isize, 1]),
+        (&apart, [0, 0, sk as isize + 1, 1]),
+        (&turned, [0, 0, 1, sq as isize]),
+    ]
+    .map(|(bias, strides)| {
+        let bias = TensorView::from_strides(bias, [1, 1, sq, sk], strides, 0).unwrap();
+        let inputs = data.inputs().bias(bias);
+        let (out, lse) = run(&backend, &inputs, &Options::new(), Algorithm::Fa2).unwrap();
+        (bits(&out), lse)
+    });
+    assert_eq!(results[0], results[1]);
+    assert_eq!(results[0], results[2]);
+}
+
+/// Blocks whose rows see no key write zeros, whatever of Q may have been on its way.
+#[test]
+fn rows_that_see_no_key_are_zero() {
+    let Some(backend) = super::hopper::portable("rows_that_see_no_key_are_zero") else {
+        return;
+    };
+    let data = Data::<bf16>::new(dims(2, 8, 8, 300, 100, 128), 25);
+    let options = Options::new().causal(true);
+    for _ in 0..8 {
+        let (out, lse) = run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+        for (at, row) in out.chunks(128).enumerate().filter(|(at, _)| at % 300 < 200) {
+            assert!(row.iter().all(|x| x.to_f64() == 0.0), "row {at}");
+            assert_eq!(lse[at], f32::NEG_INFINITY);
+        }
+    }
+}
+
 /// What fa1 does not do it refuses by name, and does not do.
 #[test]
 fn fa1_refuses_by_name() {
