@@ -157,7 +157,7 @@ const MOST_KEPT: u64 = 64 << 20;
 const MOST_ROOMS: usize = 16;
 /// States of a head up to which the last block that ends joins them; a second kernel reads more of them at
 /// once.
-const MOST_JOINED: usize = 32;
+const MOST_JOINED: usize = 16;
 /// Heads up to which several blocks may share one. Each has a counter of the blocks that have ended at
 /// the start of a room; all of them are 0 while nothing runs.
 const MOST_SHARED: u64 = 1 << 14;
