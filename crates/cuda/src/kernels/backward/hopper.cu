@@ -193,9 +193,8 @@ DEV void leave_out(const BackwardHopperArgs& g, const Room& room, const Block& b
 }
 #endif
 
-// Numbers of named barriers: of both consumers, and of each one's own.
+// Number of the named barrier of both consumers.
 #define ALL_BAR 1
-#define OWN_BAR(group) (2 + (group))
 
 #define WG_N32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 
@@ -396,7 +395,6 @@ struct Consumer {
     }
 
 #if CARE
-
     // Makes what is not finite in a tile of `lines` lines 0. Those lines are added to `odd`, a bit each, unless that is 0.
     __device__ __forceinline__ void mend(u32 tile, int bytes, int lines, u32 odd) const {
 #pragma unroll 1
@@ -441,7 +439,6 @@ struct Consumer {
         async_fence();
         group_sync<GROUPS * 128>(ALL_BAR);
     }
-
 
     // A step whose tiles may hold NaN and infinity: nothing of it runs beside anything.
     __device__ __forceinline__ void careful_step(int h, int i0) {
@@ -611,6 +608,7 @@ struct Consumer {
 };
 
 DEV void begin_bars(const Room& room) {
+    // Every thread says that it has read, L and delta above all: racecheck follows no warp's barrier to one thread's word.
     bar_init(room.kv_full(), 1);
     for (int s = 0; s < QST; ++s) {
         bar_init(room.q_full(s), 1);
