@@ -363,22 +363,22 @@ struct Consumer {
 #endif
     }
 
-    // The scaled and capped scores, in natural units. tanh y = 1 - 2 / (1 + exp 2y), but near 0, where that cancels, its series; most
+    // The scaled and capped scores, in natural units, rounded apart from what is added to them, wherever that comes from. tanh y = 1 - 2 / (1 + exp 2y), but near 0, where that cancels, its series; most
     // capped scores are near it, and a warp's tile of no others is spared the exponentials, bit for bit the same.
     __device__ __forceinline__ void cap() {
         if (a.softcap > 0.f) {
             // Finite also where the softcap is tiny.
             const float scale = fminf(fmaxf(a.scale / a.softcap, -3e38f), 3e38f), cap = a.softcap;
             auto near = [](float y) {
-                const float z = y * y;
-                return y * fmaf(z, fmaf(z, fmaf(z, fmaf(z, 62.f / 2835, -17.f / 315), 2.f / 15), -1.f / 3), 1.f);
+                const float z = __fmul_rn(y, y);
+                return __fmul_rn(y, fmaf(z, fmaf(z, fmaf(z, fmaf(z, 62.f / 2835, -17.f / 315), 2.f / 15), -1.f / 3), 1.f));
             };
             float top = 0.f;
 #pragma unroll
             for (int n = 0; n < BN / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    s[n][e] *= scale;
+                    s[n][e] = __fmul_rn(s[n][e], scale);
                     top = fmaxf(top, fabsf(s[n][e]));
                 }
             if (__any_sync(0xffffffffu, top >= 0.3f)) {
@@ -387,19 +387,19 @@ struct Consumer {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const float y = s[n][e], far = fmaf(rcp(1.f + ex2(y * (2.f * LOG2E))), -2.f, 1.f);
-                        s[n][e] = cap * (fabsf(y) >= 0.3f ? far : near(y));
+                        s[n][e] = __fmul_rn(cap, fabsf(y) >= 0.3f ? far : near(y));
                     }
             } else {
 #pragma unroll
                 for (int n = 0; n < BN / 8; ++n)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) s[n][e] = cap * near(s[n][e]);
+                    for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(cap, near(s[n][e]));
             }
         } else {
 #pragma unroll
             for (int n = 0; n < BN / 8; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[n][e] *= a.scale;
+                for (int e = 0; e < 4; ++e) s[n][e] = __fmul_rn(s[n][e], a.scale);
         }
     }
 
@@ -425,11 +425,11 @@ struct Consumer {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const u32 w = lds32(at + (n / 8) * (64 * 128) + ((n ^ row) & 7) * 16 + r * down);
-                    s[n][2 * r] += to_float((u16)w);
-                    s[n][2 * r + 1] += to_float((u16)(w >> 16));
+                    s[n][2 * r] = __fadd_rn(s[n][2 * r], to_float((u16)w));
+                    s[n][2 * r + 1] = __fadd_rn(s[n][2 * r + 1], to_float((u16)(w >> 16)));
                 }
         } else if (a.bias.ptr) {
-            EACH(s[n][e] += bias_at(score, a, span, i, j))
+            EACH(s[n][e] = __fadd_rn(s[n][e], bias_at(score, a, span, i, j)))
         }
         if (slope != 0.f) {
 #pragma unroll
