@@ -8,12 +8,14 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use tilewise_core::{Algorithm, DType, Error, Problem, Result, Sequence};
 
 use crate::backend::{CudaBackend, device_zeros};
-use crate::error::{driver, unsupported};
+use crate::error::unsupported;
 use crate::kernels::backward::standard::{self, Part};
 use crate::kernels::backward::{fa1, fa2, wide, widths};
 use crate::kernels::{self, Mask, Spec, Variant, pad};
 use crate::ops::{DeviceInputs, check_lengths, scratch};
-use crate::ops::{Plan, address, expect_dtype, launch, missing, pairs_per_group, plan};
+use crate::ops::{
+    Plan, address, expect_dtype, launch, missing, pairs_per_group, plan, upload_per_head,
+};
 use crate::raw::{self, BackwardArgs};
 use crate::sequences;
 use crate::view::{DeviceView, DeviceViewMut, aligned, broadcast, contiguous};
@@ -391,8 +393,12 @@ impl Call<'_> {
     ) -> Result<()> {
         let (problem, dims) = (self.problem, *self.problem.dims());
         let options = problem.options();
-        let slopes = self.upload("alibi_slopes", options.get_alibi_slopes())?;
-        let sinks = self.upload("sinks", options.get_sinks())?;
+        let per_head = |name, values: Option<&[f32]>| {
+            let upload = |values| upload_per_head(self.stream, name, values);
+            values.map(upload).transpose()
+        };
+        let slopes = per_head("alibi_slopes", options.get_alibi_slopes())?;
+        let sinks = per_head("sinks", options.get_sinks())?;
         let bytes = workspace_bytes(self.backend, problem, self.algorithm, self.sums);
         let mut workspace = scratch(self.stream, "the workspace of backward", bytes)?;
         let place = |memory: &Option<CudaSlice<f32>>| {
@@ -494,13 +500,6 @@ impl Call<'_> {
             self.zero(tensors.dq, [1, heads, d], rows..dims.seqlen_q)?;
         }
         Ok(())
-    }
-
-    fn upload(&self, what: &str, values: Option<&[f32]>) -> Result<Option<CudaSlice<f32>>> {
-        values
-            .map(|values| self.stream.clone_htod(values))
-            .transpose()
-            .map_err(|e| driver(&format!("copying {what}"), e))
     }
 
     fn zero_keys(
