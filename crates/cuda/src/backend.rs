@@ -7,14 +7,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{
-    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop, result,
+    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr as _, DeviceRepr, SyncOnDrop,
+    ValidAsZeroBits, result,
 };
 use half::{bf16, f16};
 use tilewise_core::backend::check_outputs;
 use tilewise_core::{
     Algorithm, AnyBackwardInputs, AnyGradientsMut, AnyInputs, AnyTensorMut, Backend, BackendInfo,
-    BackwardInputs, BackwardReport, BlockSizes, DType, Element, Error, ForwardReport, GradientsMut,
-    Inputs, Problem, Result, RunningState, TensorView, TensorViewMut, allocate, gather, reserve,
+    BackwardInputs, BackwardReport, BlockSizes, DType, Dims, Element, Error, ForwardReport,
+    GradientsMut, Inputs, Problem, Result, RunningState, TensorView, TensorViewMut, allocate,
+    gather, reserve,
 };
 
 use crate::backward::{self, DeviceBackward, DeviceGradients, Sums};
@@ -308,7 +310,7 @@ impl CudaBackend {
         &self.shared.rings
     }
 
-    fn forward_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+    fn forward_typed<T: Element + DeviceRepr + ValidAsZeroBits>(
         &self,
         problem: &Problem,
         inputs: &Inputs<'_, T>,
@@ -330,12 +332,12 @@ impl CudaBackend {
         self.forward_resident(problem, inputs, algorithm, out, lse)
     }
 
-    fn forward_resident<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+    fn forward_resident<T: Element + DeviceRepr + ValidAsZeroBits>(
         &self,
         problem: &Problem,
         inputs: &Inputs<'_, T>,
         algorithm: Algorithm,
-        mut out: TensorViewMut<'_, T>,
+        out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<Chips> {
         if decode::serves(problem, algorithm) {
@@ -351,9 +353,8 @@ impl CudaBackend {
             let mask = Uploaded::maybe(stream, "mask", &inputs.mask)?;
             let keep_mask = Uploaded::maybe(stream, "keep_mask", &inputs.keep_mask)?;
             let shape = dims.out_shape();
-            let mut result = device_zeros::<T>(stream, "out", shape.iter().product())?;
-            let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
             let [b, h, s] = dims.lse_shape();
+            let mut results = Results::<T>::new(stream, &dims)?;
             let given = DeviceInputs {
                 q: q.view()?,
                 k: k.view()?,
@@ -368,20 +369,20 @@ impl CudaBackend {
                 problem,
                 algorithm,
                 &given,
-                &mut DeviceViewMut::bhsd::<T, _>(&mut result, shape)?,
-                Some(&mut DeviceViewMut::bhsd::<f32, _>(&mut sums, [b, h, s, 1])?),
+                &mut DeviceViewMut::bhsd::<T, _>(&mut results.out, shape)?,
+                Some(&mut DeviceViewMut::bhsd::<f32, _>(
+                    &mut results.lse,
+                    [b, h, s, 1],
+                )?),
             )?;
-            download(stream, "out", &result, &mut out)?;
-            if let Some(mut lse) = lse {
-                download(stream, "lse", &sums, &mut lse)?;
-            }
+            results.download(stream, out, lse)?;
             Ok(chips)
         })
     }
 }
 
 impl CudaBackend {
-    fn backward_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+    fn backward_typed<T: Element + DeviceRepr + ValidAsZeroBits>(
         &self,
         problem: &Problem,
         inputs: &BackwardInputs<'_, T>,
@@ -535,7 +536,7 @@ pub(crate) fn wait_for(stream: &CudaStream) -> Result<()> {
 }
 
 /// Device memory for `len` elements, at least one.
-pub(crate) fn device_zeros<T: DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+pub(crate) fn device_zeros<T: DeviceRepr + ValidAsZeroBits>(
     stream: &Arc<CudaStream>,
     what: &str,
     len: usize,
@@ -543,6 +544,35 @@ pub(crate) fn device_zeros<T: DeviceRepr + cudarc::driver::ValidAsZeroBits>(
     stream
         .alloc_zeros::<T>(len.max(1))
         .map_err(|e| allocation(what, (len * size_of::<T>()) as u64, e))
+}
+
+/// What a call on host tensors gives, while it is on the device: contiguous.
+pub(crate) struct Results<T> {
+    pub(crate) out: CudaSlice<T>,
+    pub(crate) lse: CudaSlice<f32>,
+}
+
+impl<T: Copy + Default + DeviceRepr + ValidAsZeroBits> Results<T> {
+    pub(crate) fn new(stream: &Arc<CudaStream>, dims: &Dims) -> Result<Results<T>> {
+        Ok(Results {
+            out: device_zeros(stream, "out", dims.out_shape().iter().product())?,
+            lse: device_zeros(stream, "lse", dims.lse_shape().iter().product())?,
+        })
+    }
+
+    /// Copies them to where the caller has them.
+    pub(crate) fn download(
+        &self,
+        stream: &Arc<CudaStream>,
+        mut out: TensorViewMut<'_, T>,
+        lse: Option<TensorViewMut<'_, f32>>,
+    ) -> Result<()> {
+        download(stream, "out", &self.out, &mut out)?;
+        match lse {
+            Some(mut lse) => download(stream, "lse", &self.lse, &mut lse),
+            None => Ok(()),
+        }
+    }
 }
 
 /// A host tensor on the device: as it lies where that is compact, packed where it is not.

@@ -14,7 +14,7 @@ use tilewise_core::{
     Algorithm, Alignment, DType, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut,
 };
 
-use crate::backend::{CudaBackend, Uploaded, device_zeros, download, make_current, upload};
+use crate::backend::{CudaBackend, Results, Uploaded, make_current, upload};
 use crate::error::{allocation, driver, unsupported};
 use crate::kernels::decode::{Chosen, chunk_keys, variant};
 use crate::kernels::{Mask, Score, Spec, pad};
@@ -662,7 +662,7 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
     backend: &CudaBackend,
     problem: &Problem,
     inputs: &Inputs<'_, T>,
-    mut out: TensorViewMut<'_, T>,
+    out: TensorViewMut<'_, T>,
     lse: Option<TensorViewMut<'_, f32>>,
 ) -> Result<()> {
     let dims = *problem.dims();
@@ -685,8 +685,7 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
             .map(|table| upload(stream, "block_table", table.pages))
             .transpose()?;
         let shape = dims.out_shape();
-        let mut result = device_zeros::<T>(stream, "out", shape.iter().product())?;
-        let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
+        let mut results = Results::<T>::new(stream, &dims)?;
         {
             use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
             let (q, _q) = q.place(stream);
@@ -695,8 +694,8 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
             let (bias, _bias) = bias.as_ref().map(|x| x.place(stream)).unzip();
             let (mask, _mask) = mask.as_ref().map(|x| x.place(stream)).unzip();
             let (table, _table) = table.as_ref().map(|x| x.device_ptr(stream)).unzip();
-            let (o, _o) = result.device_ptr_mut(stream);
-            let (lse, _lse) = sums.device_ptr_mut(stream);
+            let (o, _o) = results.out.device_ptr_mut(stream);
+            let (lse, _lse) = results.lse.device_ptr_mut(stream);
             run(
                 backend,
                 stream,
@@ -715,11 +714,7 @@ pub(crate) fn forward_host<T: Element + DeviceRepr + ValidAsZeroBits>(
                 },
             )?;
         }
-        download(stream, "out", &result, &mut out)?;
-        if let Some(mut lse) = lse {
-            download(stream, "lse", &sums, &mut lse)?;
-        }
-        Ok(())
+        results.download(stream, out, lse)
     })
 }
 

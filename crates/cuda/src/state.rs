@@ -10,7 +10,7 @@ use tilewise_core::{
     OnlineSoftmax, Problem, Result, RunningState, TensorView, TensorViewMut, reserve,
 };
 
-use crate::backend::{CudaBackend, Uploaded, device_zeros, download, fetch, wait_for, wrong_dtype};
+use crate::backend::{CudaBackend, Results, Uploaded, device_zeros, fetch, wait_for, wrong_dtype};
 use crate::error::{driver, unsupported};
 use crate::kernels::Score;
 use crate::ops::{self, Plan, run_fa2, run_state, supports_tiled};
@@ -310,24 +310,19 @@ impl CudaBackend {
     fn finish_typed<T: Element + DeviceRepr + cudarc::driver::ValidAsZeroBits>(
         &self,
         mut state: CudaState,
-        mut out: TensorViewMut<'_, T>,
+        out: TensorViewMut<'_, T>,
         lse: Option<TensorViewMut<'_, f32>>,
     ) -> Result<()> {
         let dims = *state.problem.dims();
         self.on_stream(|stream| {
-            let mut result = device_zeros::<T>(stream, "out", dims.out_shape().iter().product())?;
-            let mut sums = device_zeros::<f32>(stream, "lse", dims.lse_shape().iter().product())?;
+            let mut results = Results::<T>::new(stream, &dims)?;
             {
-                let (ptr, _out) = result.device_ptr_mut(stream);
-                let (sum, _sums) = sums.device_ptr_mut(stream);
+                let (ptr, _out) = results.out.device_ptr_mut(stream);
+                let (sum, _sums) = results.lse.device_ptr_mut(stream);
                 let o = crate::view::tensor(ptr, crate::view::contiguous(dims.out_shape()));
                 self.finish_on(stream, &mut state, o, sum)?;
             }
-            download(stream, "out", &result, &mut out)?;
-            if let Some(mut lse) = lse {
-                download(stream, "lse", &sums, &mut lse)?;
-            }
-            Ok(())
+            results.download(stream, out, lse)
         })
     }
 }
