@@ -248,7 +248,7 @@ impl Tensors {
 ///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, pages (which have to be
-/// gathered first), and failures of the driver.
+/// gathered first), alibi_slopes and sinks while `stream` is captured, and failures of the driver.
 pub fn backward(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,

@@ -386,7 +386,8 @@ pub fn forward(
 /// several streams are safe.
 ///
 /// # Errors
-/// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, and failures of the driver.
+/// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, lengths of sequences, alibi_slopes
+/// and sinks while `stream` is captured, and failures of the driver.
 pub fn forward_with(
     backend: &CudaBackend,
     stream: &Arc<CudaStream>,
