@@ -7,6 +7,7 @@ use tilewise_core::{Problem, Result};
 
 use crate::backend::CudaBackend;
 use crate::hopper::{map, possible, walkable};
+use crate::kernels::backward::fa2;
 use crate::kernels::backward::hopper::{self, Tile};
 use crate::kernels::backward::widths;
 use crate::kernels::{Spec, Variant, pad};
@@ -33,11 +34,19 @@ pub(super) fn serves(
     let Some(kernel) = hopper::gradients(spec, limit, compute, dq) else {
         return Ok(None);
     };
-    let mut found = backend.modules().serves(&kernel.0)?;
-    if let Some(careful) = kernel.1.careful(spec, dq) {
-        found = found && backend.modules().serves(&careful)?;
+    // A folder of kernels built ahead may hold this one and not those that go with it.
+    let tile = kernel.1;
+    let others = [
+        tile.careful(spec, dq),
+        fa2::prepare(&tile.laid(spec), limit, compute),
+        dq.then(|| tile.store_dq(spec)),
+    ];
+    for variant in std::iter::once(&kernel.0).chain(others.iter().flatten()) {
+        if !backend.modules().serves(variant)? {
+            return Ok(None);
+        }
     }
-    Ok(found.then_some(kernel))
+    Ok(Some(kernel))
 }
 
 /// Most columns that a row of dQ's sums has for `problem`.
