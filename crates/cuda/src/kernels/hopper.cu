@@ -117,8 +117,13 @@ struct Walk {
             return unit < g.units;
         }
         bar_wait(room.turn_full(ring.stage), ring.parity);
-        unit = __shfl_sync(0xffffffffu, lds32(room.turn(ring.stage)), 0);
-        if ((threadIdx.x & 31) == 0) bar_arrive(room.turn_empty(ring.stage));
+        // One lane reads and says that it did, so that no other lane's reading is left to be waited for.
+        u32 word = 0;
+        if ((threadIdx.x & 31) == 0) {
+            word = lds32(room.turn(ring.stage));
+            bar_arrive(room.turn_empty(ring.stage));
+        }
+        unit = __shfl_sync(0xffffffffu, word, 0);
         ring.step(2);
         return unit != ~0u;
     }
@@ -265,6 +270,8 @@ DEV void look(const HopperArgs& g, const Room& room, int tid) {
             if (block.looks(j, pieces)) found = scan_values(room.v + ring.stage * V_BYTES, tid);
             found = __any_sync(0xffffffffu, found);
             if ((tid & 31) == 0) {
+                // What was found a round ago has been read: over since before this tile was copied.
+                bar_wait(room.v_empty(ring.stage), ring.parity ^ 1);
                 asm volatile("st.shared.u32 [%0], %1;" ::"r"(room.found(ring.stage) + (tid >> 5) * 4), "r"((u32)found) : "memory");
                 bar_arrive(room.looked(ring.stage));
             }
@@ -498,9 +505,14 @@ struct Consumer {
         if (!LOOKS) return;
         bar_wait(room.looked(vr.stage), vr.parity);
         if (!block.looks(j, pieces)) return;
-        u32 w[4];
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(room.found(vr.stage)) : "memory");
-        if (!(w[0] | w[1] | w[2])) return;
+        // The lane that reads it is the one that releases V.
+        bool found = false;
+        if (lane == 0) {
+            u32 w[4];
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(room.found(vr.stage)) : "memory");
+            found = w[0] | w[1] | w[2];
+        }
+        if (!__any_sync(0xffffffffu, found)) return;
         // All consumers find the same.
         const u32 v = room.v + vr.stage * V_BYTES;
         take_values(acc, v, block.at, a, row0, j * BN, lane);
