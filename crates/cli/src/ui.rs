@@ -61,6 +61,7 @@ pub(crate) fn wrap(line: &str, indent: usize) -> String {
 }
 
 /// `name`, whose words are joined by hyphens, broken behind one of them wherever `width` columns are used up.
+#[cfg(feature = "cuda")] // whose kernels have such names
 pub(crate) fn break_name(name: &str, width: usize) -> String {
     let mut text = String::new();
     let mut used = 0;
@@ -339,6 +340,7 @@ mod tests {
         assert_eq!(grid.render().lines().count(), 3);
     }
 
+    #[cfg(feature = "cuda")]
     #[test]
     fn names_are_broken_behind_hyphens() {
         assert_eq!(break_name("fa2-bf16-d64", 80), "fa2-bf16-d64");
