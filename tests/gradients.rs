@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use tilewise::{
-    Algorithm, BackendKind, BackwardInputs, DType, Element, Engine, Error, GradientJudge,
-    Gradients, Options, TensorView,
+    Algorithm, BackendKind, BackwardInputs, Element, Engine, Error, GradientJudge, Gradients,
+    Options, TensorView,
 };
 
 use crate::support::{Case, Noise, case, cases, engines};
@@ -21,7 +21,10 @@ fn a_model_learns_with_these_gradients() {
     assert!(last < 0.1, "{last}");
 }
 
-fn equal_the_definition<T: Element>(case: &Case) -> Result<(), TestCaseError> {
+fn equal_the_definition<T: Element>(
+    case: &Case,
+    algorithm: Algorithm,
+) -> Result<(), TestCaseError> {
     let data = case.data::<T>();
     let inputs = data.inputs();
     for (name, engine) in engines() {
@@ -39,43 +42,72 @@ fn equal_the_definition<T: Element>(case: &Case) -> Result<(), TestCaseError> {
         );
         let problem = backward.problem(&data.options).unwrap();
         let judge = GradientJudge::new(&problem, &backward);
-        for algorithm in Algorithm::ALL {
-            let mut gradients = Gradients::filled(&problem, &inputs, f64::NAN).unwrap();
-            let views = gradients.views_mut().unwrap();
-            match engine.backward_into(algorithm, &backward, &data.options, views) {
-                Ok(_) => {}
-                // What a backend does not have it must refuse, before it writes anything.
-                Err(Error::Unsupported { .. }) if engine.kind() != BackendKind::Cpu => continue,
-                Err(error) => prop_assert!(false, "{name}: {error}"),
-            }
-            for comparison in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
-                prop_assert!(comparison.pass, "{name} {algorithm}: {comparison:?}");
-            }
+        let mut gradients = Gradients::filled(&problem, &inputs, f64::NAN).unwrap();
+        let views = gradients.views_mut().unwrap();
+        match engine.backward_into(algorithm, &backward, &data.options, views) {
+            Ok(_) => {}
+            // What a backend does not have it must refuse, before it writes anything.
+            Err(Error::Unsupported { .. }) if engine.kind() != BackendKind::Cpu => continue,
+            Err(error) => prop_assert!(false, "{name}: {error}"),
+        }
+        for comparison in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+            prop_assert!(comparison.pass, "{name} {algorithm}: {comparison:?}");
         }
     }
     Ok(())
 }
 
-/// At most 24, whatever the environment asks for: on a GPU most of them are kernels to compile, of three
-/// algorithms each.
+/// At most 12, whatever the environment asks for: on a GPU most of them are kernels to compile.
 fn few() -> ProptestConfig {
-    let mut config = cases(24);
-    config.cases = config.cases.min(24);
+    let mut config = cases(12);
+    config.cases = config.cases.min(12);
     config
 }
 
-proptest! {
-    #![proptest_config(few())]
+/// Causal problems or all others. Both are picked from the same stream of draws: where one seed serves every
+/// test, these two still meet different problems.
+fn problems<T: Element>(causal: bool) -> impl Strategy<Value = Case> {
+    case(T::DTYPE).prop_filter("the other test's", move |case| {
+        case.options.is_causal() == causal
+    })
+}
 
-    #[test]
-    fn f32_gradients_equal_the_definition(case in case(DType::F32)) {
-        equal_the_definition::<f32>(&case)?;
-    }
+/// A test for each algorithm, of causal problems and of others: on a GPU kernels of different tests are
+/// compiled side by side, those of one test one after another.
+macro_rules! of_each_algorithm {
+    ($t:ty) => {
+        of_each_algorithm! { $t;
+            standard Standard, false;
+            standard_causal Standard, true;
+            fa1 Fa1, false;
+            fa1_causal Fa1, true;
+            fa2 Fa2, false;
+            fa2_causal Fa2, true;
+        }
+    };
+    ($t:ty; $($name:ident $algorithm:ident, $causal:literal;)*) => {
+        proptest! {
+            #![proptest_config(few())]
+            $(
+                #[test]
+                fn $name(case in problems::<$t>($causal)) {
+                    equal_the_definition::<$t>(&case, Algorithm::$algorithm)?;
+                }
+            )*
+        }
+    };
+}
 
-    #[test]
-    fn bf16_gradients_equal_the_definition(case in case(DType::BF16)) {
-        equal_the_definition::<tilewise::half::bf16>(&case)?;
-    }
+mod f32_gradients_equal_the_definition {
+    use super::*;
+
+    of_each_algorithm!(f32);
+}
+
+mod bf16_gradients_equal_the_definition {
+    use super::*;
+
+    of_each_algorithm!(tilewise::half::bf16);
 }
 
 #[test]

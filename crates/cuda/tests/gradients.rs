@@ -314,86 +314,108 @@ fn one<T: Element>(backend: &CudaBackend, [d, dv]: [usize; 2], options: Options)
         .unwrap();
 }
 
-#[test]
-fn odd_head_dims_in_bf16() {
-    let Some(backend) = gpu("odd_head_dims_in_bf16") else {
-        return;
-    };
-    for d in [1, 40, 72, 96, 112, 200] {
-        one::<bf16>(&backend, [d, d], Options::new().causal(true));
-    }
-    for pair in [[64, 128], [192, 128], [7, 33], [80, 200]] {
-        one::<bf16>(&backend, pair, Options::new());
+/// A test for each line, on the first GPU: kernels of different tests are compiled side by side, those of one
+/// test one after another.
+macro_rules! on_gpu {
+    ($($name:ident: $check:ident::<$t:ty>($($argument:expr),*);)*) => {$(
+        #[test]
+        fn $name() {
+            let Some(backend) = gpu(concat!(module_path!(), "::", stringify!($name))) else {
+                return;
+            };
+            $check::<$t>(&backend, $($argument),*);
+        }
+    )*};
+}
+
+mod odd_head_dims_in_bf16 {
+    use super::*;
+
+    on_gpu! {
+        d1: one::<bf16>([1, 1], Options::new().causal(true));
+        d40: one::<bf16>([40, 40], Options::new().causal(true));
+        d72: one::<bf16>([72, 72], Options::new().causal(true));
+        d96: one::<bf16>([96, 96], Options::new().causal(true));
+        d112: one::<bf16>([112, 112], Options::new().causal(true));
+        d200: one::<bf16>([200, 200], Options::new().causal(true));
+        d64_dv128: one::<bf16>([64, 128], Options::new());
+        d192_dv128: one::<bf16>([192, 128], Options::new());
+        d7_dv33: one::<bf16>([7, 33], Options::new());
+        d80_dv200: one::<bf16>([80, 200], Options::new());
     }
 }
 
-#[test]
-fn odd_head_dims_in_f32() {
-    let Some(backend) = gpu("odd_head_dims_in_f32") else {
-        return;
-    };
-    for d in [5, 80, 136] {
-        one::<f32>(&backend, [d, d], Options::new());
-    }
-    for pair in [[128, 64], [40, 8]] {
-        one::<f32>(&backend, pair, Options::new().causal(true));
+mod odd_head_dims_in_f32 {
+    use super::*;
+
+    on_gpu! {
+        d5: one::<f32>([5, 5], Options::new());
+        d80: one::<f32>([80, 80], Options::new());
+        d136: one::<f32>([136, 136], Options::new());
+        d128_dv64: one::<f32>([128, 64], Options::new().causal(true));
+        d40_dv8: one::<f32>([40, 8], Options::new().causal(true));
     }
 }
 
-#[test]
-fn wide_heads_come_in_slices() {
-    let Some(backend) = gpu("wide_heads_come_in_slices") else {
-        return;
+fn wide<T: Element>(backend: &CudaBackend, [d, dv]: [usize; 2], options: Options, seed: u64) {
+    let shape = Sizes {
+        dv,
+        ..sizes([1, 4, 2], [70, 91], d)
     };
-    fn one<T: Element>(backend: &CudaBackend, [d, dv]: [usize; 2], options: Options, seed: u64) {
-        let shape = Sizes {
-            dv,
-            ..sizes([1, 4, 2], [70, 91], d)
-        };
-        Setting::<T>::new(shape, options, Parts::default(), seed)
-            .modified(seed)
-            .check(backend, WIDE_WAYS)
-            .unwrap();
+    Setting::<T>::new(shape, options, Parts::default(), seed)
+        .modified(seed)
+        .check(backend, WIDE_WAYS)
+        .unwrap();
+}
+
+mod wide_heads_come_in_slices {
+    use super::*;
+
+    on_gpu! {
+        causal: wide::<bf16>([512, 512], Options::new().causal(true), 1);
+        of_narrow_values: wide::<f16>([576, 64], Options::new(), 2);
+        // With a bias and a mask, and rows that are no multiple of sixteen bytes.
+        of_any_row_length: wide::<f32>([300, 259], Options::new().causal(true), 12);
+        with_everything: wide::<bf16>([65, 517], everything(), 12);
     }
-    let causal = Options::new().causal(true);
-    one::<bf16>(&backend, [512, 512], causal.clone(), 1);
-    one::<f16>(&backend, [576, 64], Options::new(), 2);
-    // With a bias and a mask, and rows that are no multiple of sixteen bytes.
-    one::<f32>(&backend, [300, 259], causal, 12);
-    let all = Options::new().window_left(50).window_right(9).softcap(4.0);
-    let all = all.dropout(Dropout::Philox {
-        p: 0.4,
-        seed: 3,
-        offset: 1,
-    });
-    one::<bf16>(&backend, [65, 517], all.sinks(vec![0.5; 4]), 12);
+
+    fn everything() -> Options {
+        let all = Options::new().window_left(50).window_right(9).softcap(4.0);
+        let all = all.dropout(Dropout::Philox {
+            p: 0.4,
+            seed: 3,
+            offset: 1,
+        });
+        all.sinks(vec![0.5; 4])
+    }
 }
 
 /// NaN and infinity on either side of what hides them, as of narrow heads.
-#[test]
-fn hidden_values_do_not_leak_into_gradients_of_wide_heads() {
-    let Some(backend) = gpu("hidden_values_do_not_leak_into_gradients_of_wide_heads") else {
-        return;
-    };
-    let causal = Options::new().causal(true);
-    poisoned_in_places::<bf16>(&backend, 320, &causal, 1, WIDE_WAYS);
-    poisoned_in_places::<f32>(&backend, 272, &Options::new(), 12, WIDE_WAYS);
+mod hidden_values_do_not_leak_into_gradients_of_wide_heads {
+    use super::*;
+
+    on_gpu! {
+        causal: poisoned_in_places::<bf16>(320, Options::new().causal(true), 1, WIDE_WAYS);
+        of_bias_and_mask: poisoned_in_places::<f32>(272, Options::new(), 12, WIDE_WAYS);
+    }
 }
 
-#[test]
-fn softcaps_and_scales() {
-    let Some(backend) = gpu("softcaps_and_scales") else {
-        return;
-    };
-    for d in [33, 160] {
-        one::<f16>(&backend, [d, d], Options::new().softcap(4.0));
+mod softcaps_and_scales {
+    use super::*;
+
+    on_gpu! {
+        softcap_d33: one::<f16>([33, 33], Options::new().softcap(4.0));
+        softcap_d160: one::<f16>([160, 160], Options::new().softcap(4.0));
+        negative_scale: one::<f32>([64, 64], Options::new().softmax_scale(-0.7));
+        no_scale: one::<f32>([64, 64], Options::new().softmax_scale(0.0));
+        large_scale: one::<f32>([64, 64], Options::new().softmax_scale(3.0));
+        softcap_in_a_window_in_f32: one::<f32>([64, 64], capped_window());
+        softcap_in_a_window_in_bf16: one::<bf16>([128, 128], capped_window());
     }
-    for scale in [-0.7, 0.0, 3.0] {
-        one::<f32>(&backend, [64, 64], Options::new().softmax_scale(scale));
+
+    fn capped_window() -> Options {
+        Options::new().softcap(3.0).causal(true).window_left(40)
     }
-    let all = Options::new().softcap(3.0).causal(true).window_left(40);
-    one::<f32>(&backend, [64, 64], all.clone());
-    one::<bf16>(&backend, [128, 128], all);
 }
 
 /// An option of the score, of the sums or of the weights.
@@ -491,8 +513,15 @@ fn problems() -> impl Strategy<Value = (Sizes, Options, Parts, u64)> {
         )
 }
 
+/// Those of one head_dim. Each is picked from the same stream of draws: where one seed serves every test, those
+/// of different head_dims still meet different problems.
+fn problems_of(d: usize) -> impl Strategy<Value = (Sizes, Options, Parts, u64)> {
+    problems().prop_filter("the other test's", move |(sizes, ..)| sizes.d == d)
+}
+
 fn any_problem<T: Element>(
     test: &str,
+    way: (Algorithm, Sums),
     (sizes, options, parts, seed): (Sizes, Options, Parts, u64),
 ) -> Result<(), TestCaseError> {
     let Some(backend) = gpu(test) else {
@@ -500,13 +529,14 @@ fn any_problem<T: Element>(
     };
     Setting::<T>::new(sizes, options, parts, seed)
         .modified(seed / 2)
-        .check(&backend, WAYS)
+        .check(&backend, &[way])
         .map_err(TestCaseError::fail)
 }
 
 /// NaN anywhere reaches what sees it, to the element, and nothing else.
 fn any_poisoned_problem<T: Element>(
     test: &str,
+    way: (Algorithm, Sums),
     (sizes, options, parts, seed): (Sizes, Options, Parts, u64),
 ) -> Result<(), TestCaseError> {
     let Some(backend) = gpu(test) else {
@@ -515,46 +545,75 @@ fn any_poisoned_problem<T: Element>(
     Setting::<T>::new(sizes, options, parts, seed)
         .modified(seed / 2)
         .poisoned(seed / 3)
-        .check(&backend, WAYS)
+        .check(&backend, &[way])
         .map_err(TestCaseError::fail)
 }
 
-/// At most 16, whatever the environment asks for: most of them are kernels to compile.
+/// At most 8, whatever the environment asks for: most of them are kernels to compile.
 fn few() -> ProptestConfig {
     let config = ProptestConfig::default();
     ProptestConfig {
-        cases: config.cases.min(16),
+        cases: config.cases.min(8),
         ..config
     }
 }
 
-proptest! {
-    #![proptest_config(few())]
+/// A test for each of [`WAYS`] and each head_dim of [`problems`], for the reason of `on_gpu`.
+macro_rules! in_each_way {
+    ($check:ident::<$t:ty>) => {
+        in_each_way! { $check::<$t>;
+            fa2_d64 Fa2, Ordered, 64;
+            fa2_d128 Fa2, Ordered, 128;
+            fa2_atomic_d64 Fa2, Atomic, 64;
+            fa2_atomic_d128 Fa2, Atomic, 128;
+            fa1_d64 Fa1, Ordered, 64;
+            fa1_d128 Fa1, Ordered, 128;
+            standard_d64 Standard, Ordered, 64;
+            standard_d128 Standard, Ordered, 128;
+        }
+    };
+    ($check:ident::<$t:ty>; $($name:ident $algorithm:ident, $sums:ident, $d:literal;)*) => {
+        proptest! {
+            #![proptest_config(few())]
+            $(
+                #[test]
+                fn $name(problem in problems_of($d)) {
+                    let test = concat!(module_path!(), "::", stringify!($name));
+                    $check::<$t>(test, (Algorithm::$algorithm, Sums::$sums), problem)?;
+                }
+            )*
+        }
+    };
+}
 
-    #[test]
-    fn nan_reaches_what_sees_it_in_bf16(problem in problems()) {
-        any_poisoned_problem::<bf16>("nan_reaches_what_sees_it_in_bf16", problem)?;
-    }
+mod nan_reaches_what_sees_it_in_bf16 {
+    use super::*;
 
-    #[test]
-    fn nan_reaches_what_sees_it_in_f32(problem in problems()) {
-        any_poisoned_problem::<f32>("nan_reaches_what_sees_it_in_f32", problem)?;
-    }
+    in_each_way!(any_poisoned_problem::<bf16>);
+}
 
-    #[test]
-    fn any_problem_in_bf16(problem in problems()) {
-        any_problem::<bf16>("any_problem_in_bf16", problem)?;
-    }
+mod nan_reaches_what_sees_it_in_f32 {
+    use super::*;
 
-    #[test]
-    fn any_problem_in_f16(problem in problems()) {
-        any_problem::<f16>("any_problem_in_f16", problem)?;
-    }
+    in_each_way!(any_poisoned_problem::<f32>);
+}
 
-    #[test]
-    fn any_problem_in_f32(problem in problems()) {
-        any_problem::<f32>("any_problem_in_f32", problem)?;
-    }
+mod any_problem_in_bf16 {
+    use super::*;
+
+    in_each_way!(any_problem::<bf16>);
+}
+
+mod any_problem_in_f16 {
+    use super::*;
+
+    in_each_way!(any_problem::<f16>);
+}
+
+mod any_problem_in_f32 {
+    use super::*;
+
+    in_each_way!(any_problem::<f32>);
 }
 
 /// Rows that see nothing, and scores so low that a padded key's would be e^100 times theirs.
@@ -618,12 +677,12 @@ fn gradients_of_nothing_are_nothing_or_zero() {
 fn poisoned_in_places<T: Element>(
     backend: &CudaBackend,
     d: usize,
-    options: &Options,
+    options: Options,
     seed: u64,
     ways: &[(Algorithm, Sums)],
 ) {
     let shape = sizes([1, 4, 2], [150, 190], d);
-    let setting = Setting::<T>::new(shape, options.clone(), Parts::default(), seed);
+    let setting = Setting::<T>::new(shape, options, Parts::default(), seed);
     let mut setting = setting.modified(seed);
     let mut put = |tensor: fn(&mut Setting<T>) -> &mut Vec<T>, row: usize, value: f64| {
         tensor(&mut setting)[row * d + row % d] = T::from_f64(value);
@@ -638,52 +697,62 @@ fn poisoned_in_places<T: Element>(
     setting.check(backend, ways).unwrap();
 }
 
-/// One kernel of each kind, with NaN on either side of what hides it, and infinity where all hides it.
-#[test]
-fn hidden_values_do_not_leak_into_gradients() {
-    let Some(backend) = gpu("hidden_values_do_not_leak_into_gradients") else {
-        return;
-    };
-    let causal = Options::new().causal(true);
-    let window = Options::new().window_left(30).window_right(9).softcap(5.0);
-    let dropout = Options::new().dropout(Dropout::Philox {
-        p: 0.3,
-        seed: 5,
-        offset: 6,
-    });
-    for (options, seed) in [(causal, 1), (window, 1), (dropout, 1), (Options::new(), 12)] {
-        poisoned_in_places::<bf16>(&backend, 64, &options, seed, WAYS);
-        poisoned_in_places::<f32>(&backend, 64, &options, seed, WAYS);
+/// Keys that no row sees and rows that see no key, infinite throughout.
+fn infinite_where_nothing_looks<T: Element>(backend: &CudaBackend, options: Options) {
+    let shape = sizes([1, 2, 1], [70, 90], 64);
+    let mut setting = Setting::<T>::new(shape, options, Parts::default(), 2);
+    let mask = |i: usize, j: usize| u8::from(!i.is_multiple_of(5) && !j.is_multiple_of(7));
+    let bytes = (0..70 * 90).map(|at| mask(at / 90, at % 90)).collect();
+    setting.mask = Some((bytes, [1, 1, 70, 90]));
+    for row in 0..140 {
+        for tensor in [&mut setting.q, &mut setting.dout] {
+            if row % 70 % 5 == 0 {
+                tensor[row * 64..][..64].fill(T::from_f64(f64::INFINITY));
+            }
+        }
     }
-    // Of other tiles.
-    let causal = Options::new().causal(true);
-    poisoned_in_places::<bf16>(&backend, 128, &causal, 1, WAYS);
-    poisoned_in_places::<bf16>(&backend, 96, &causal, 12, WAYS);
-    // Keys that no row sees and rows that see no key, infinite throughout.
-    let options = Options::new().sinks(vec![0.5; 2]);
-    for options in [options, Options::new()] {
-        let shape = sizes([1, 2, 1], [70, 90], 64);
-        let mut setting = Setting::<bf16>::new(shape, options, Parts::default(), 2);
-        let mask = |i: usize, j: usize| u8::from(!i.is_multiple_of(5) && !j.is_multiple_of(7));
-        let bytes = (0..70 * 90).map(|at| mask(at / 90, at % 90)).collect();
-        setting.mask = Some((bytes, [1, 1, 70, 90]));
-        for row in 0..140 {
-            for tensor in [&mut setting.q, &mut setting.dout] {
-                if row % 70 % 5 == 0 {
-                    tensor[row * 64..][..64].fill(bf16::INFINITY);
-                }
-            }
+    for key in (0..90).step_by(7) {
+        for tensor in [&mut setting.k, &mut setting.v] {
+            tensor[key * 64..][..64].fill(T::from_f64(f64::NEG_INFINITY));
         }
-        for key in (0..90).step_by(7) {
-            for tensor in [&mut setting.k, &mut setting.v] {
-                tensor[key * 64..][..64].fill(bf16::NEG_INFINITY);
-            }
-        }
-        setting.forward();
-        setting.check(&backend, WAYS).unwrap();
-        let gradients = setting.run(&backend, Algorithm::Fa2).unwrap();
-        let all = [&gradients.dq, &gradients.dk, &gradients.dv];
-        assert!(all.into_iter().flatten().all(|x| x.is_finite()));
+    }
+    setting.forward();
+    setting.check(backend, WAYS).unwrap();
+    let gradients = setting.run(backend, Algorithm::Fa2).unwrap();
+    let all = [&gradients.dq, &gradients.dk, &gradients.dv];
+    assert!(all.into_iter().flatten().all(|x| x.to_f64().is_finite()));
+}
+
+/// One kernel of each kind, with NaN on either side of what hides it, and infinity where all hides it.
+mod hidden_values_do_not_leak_into_gradients {
+    use super::*;
+
+    on_gpu! {
+        causal_in_bf16: poisoned_in_places::<bf16>(64, Options::new().causal(true), 1, WAYS);
+        causal_in_f32: poisoned_in_places::<f32>(64, Options::new().causal(true), 1, WAYS);
+        window_in_bf16: poisoned_in_places::<bf16>(64, capped_window(), 1, WAYS);
+        window_in_f32: poisoned_in_places::<f32>(64, capped_window(), 1, WAYS);
+        dropout_in_bf16: poisoned_in_places::<bf16>(64, dropout(), 1, WAYS);
+        dropout_in_f32: poisoned_in_places::<f32>(64, dropout(), 1, WAYS);
+        bias_and_mask_in_bf16: poisoned_in_places::<bf16>(64, Options::new(), 12, WAYS);
+        bias_and_mask_in_f32: poisoned_in_places::<f32>(64, Options::new(), 12, WAYS);
+        // Of other tiles.
+        causal_d128: poisoned_in_places::<bf16>(128, Options::new().causal(true), 1, WAYS);
+        bias_and_mask_d96: poisoned_in_places::<bf16>(96, Options::new().causal(true), 12, WAYS);
+        infinite: infinite_where_nothing_looks::<bf16>(Options::new());
+        infinite_with_sinks: infinite_where_nothing_looks::<bf16>(Options::new().sinks(vec![0.5; 2]));
+    }
+
+    fn capped_window() -> Options {
+        Options::new().window_left(30).window_right(9).softcap(5.0)
+    }
+
+    fn dropout() -> Options {
+        Options::new().dropout(Dropout::Philox {
+            p: 0.3,
+            seed: 5,
+            offset: 6,
+        })
     }
 }
 

@@ -173,24 +173,48 @@ fn little_problems_for_every_kernel() {
     }
 }
 
-#[test]
-fn head_dim_v_of_its_own_equals_the_definition() {
-    let name = "head_dim_v_of_its_own_equals_the_definition";
-    for (d, dv) in [(64, 128), (192, 128), (40, 1), (128, 64)] {
-        check_dims::<bf16>(name, d, dv);
-        check_dims::<f32>(name, d, dv);
-    }
-    check_dims::<f16>(name, 16, 256);
+/// A test for each type and pair of widths: kernels of different tests are compiled side by side.
+macro_rules! widths {
+    ($($name:ident $t:ty, $d:literal, $dv:literal;)*) => {$(
+        #[test]
+        fn $name() {
+            check_dims::<$t>(concat!(module_path!(), "::", stringify!($name)), $d, $dv);
+        }
+    )*};
 }
 
-#[test]
-fn wide_heads_in_slices_equal_the_definition() {
-    let name = "wide_heads_in_slices_equal_the_definition";
-    for (d, dv) in [(320, 320), (512, 512), (576, 512), (64, 300), (259, 17)] {
-        check_dims::<bf16>(name, d, dv);
-        check_dims::<f32>(name, d, dv);
+mod head_dim_v_of_its_own_equals_the_definition {
+    use super::*;
+
+    widths! {
+        bf16_64_128 bf16, 64, 128;
+        f32_64_128 f32, 64, 128;
+        bf16_192_128 bf16, 192, 128;
+        f32_192_128 f32, 192, 128;
+        bf16_40_1 bf16, 40, 1;
+        f32_40_1 f32, 40, 1;
+        bf16_128_64 bf16, 128, 64;
+        f32_128_64 f32, 128, 64;
+        f16_16_256 f16, 16, 256;
     }
-    check_dims::<f16>(name, 512, 512);
+}
+
+mod wide_heads_in_slices_equal_the_definition {
+    use super::*;
+
+    widths! {
+        bf16_320_320 bf16, 320, 320;
+        f32_320_320 f32, 320, 320;
+        bf16_512_512 bf16, 512, 512;
+        f32_512_512 f32, 512, 512;
+        bf16_576_512 bf16, 576, 512;
+        f32_576_512 f32, 576, 512;
+        bf16_64_300 bf16, 64, 300;
+        f32_64_300 f32, 64, 300;
+        bf16_259_17 bf16, 259, 17;
+        f32_259_17 f32, 259, 17;
+        f16_512_512 f16, 512, 512;
+    }
 }
 
 /// Rows of sequence `n`, of `count` that lie side by side along the batch axis or along seqlen.

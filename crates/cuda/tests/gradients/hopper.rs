@@ -155,7 +155,7 @@ fn hidden_values_stay_out_of_the_products_of_warpgroups() {
     for d in [64, 128, 256] {
         // Seeds that bring neither a bias nor a mask.
         for (seed, options) in [1, 2, 5, 7, 11].into_iter().zip(masks()) {
-            poisoned_in_places::<bf16>(&backend, d, &options, seed, BOTH);
+            poisoned_in_places::<bf16>(&backend, d, options, seed, BOTH);
         }
     }
 }
