@@ -239,6 +239,11 @@ fn what_needs_too_much_memory_is_skipped_and_says_so() {
     // If nothing is left to run, nothing was compared.
     let error = error(&limited("0", "standard"));
     assert!(error.contains("nothing ran"), "{error}");
+    // It is the algorithm that lacks room, and not the backend that is missing.
+    let bench =
+        "bench --backends cpu --algorithms standard --memory-limit 1MiB --shapes 1,1,1,2048,2048,8";
+    let said = stdout(&bench.split(' ').collect::<Vec<_>>(), 2);
+    assert!(said.contains("cpu standard skipped: needs"), "{said}");
 }
 
 #[test]

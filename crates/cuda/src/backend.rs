@@ -777,7 +777,7 @@ impl Backend for CudaBackend {
                 (
                     "fa2 backward".into(),
                     match crate::hopper::possible(self) && shared.modules.has_native_of("bwd-hopper-") {
-                        true => "sm_90a: warpgroup products, bulk copies (f16, bf16)",
+                        true => "sm_90a: warpgroup products, bulk copies (f16, bf16; head_dim up to 256; no softcap, bias, ALiBi, mask or dropout)",
                         false => "mma.sync, cp.async",
                     }
                     .into(),
@@ -811,6 +811,7 @@ impl Backend for CudaBackend {
         }
     }
 
+    /// Without copies of inputs that are laid out anew, the matrices of dbias and the states of decoding.
     fn workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
         match algorithm.resolve() {
             Algorithm::Standard => ops::standard_bytes(problem, self.standard_budget()),
@@ -859,6 +860,7 @@ impl Backend for CudaBackend {
         backward::supports(problem, algorithm)
     }
 
+    /// Without copies of inputs that are laid out anew, the matrices of dbias and the states of decoding.
     fn backward_workspace_bytes(&self, problem: &Problem, algorithm: Algorithm) -> u64 {
         backward::workspace_bytes(self, problem, algorithm, self.sums)
     }

@@ -107,7 +107,7 @@ pub(crate) fn by_warpgroups(
         )
 }
 
-/// Most bytes of workspace that a call takes; of `standard`'s matrices, what its budget allows, if more
+/// Bytes of workspace that a call takes, without copies of inputs that are laid out anew and the matrices of dbias; of `standard`'s matrices, what its budget allows, if more
 /// than one KV head's fit.
 pub(crate) fn workspace_bytes(
     backend: &CudaBackend,

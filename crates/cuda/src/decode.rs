@@ -516,7 +516,17 @@ pub(crate) fn run(
     let small_room = if small.is_empty() {
         None
     } else {
-        crate::ops::uncaptured(stream, "lengths of sequences, alibi_slopes and sinks")?;
+        let held = [
+            (at_sequences.is_some(), "lengths of sequences"),
+            (at_slopes.is_some(), "alibi_slopes"),
+            (at_sinks.is_some(), "sinks"),
+        ];
+        let held: Vec<_> = held
+            .iter()
+            .filter(|held| held.0)
+            .map(|held| held.1)
+            .collect();
+        crate::ops::uncaptured(stream, &held.join(", "))?;
         let room = Workspace::new(stream, "the lengths of sequences", small.len() as u64)?;
         // SAFETY: `room` holds that many bytes; the source is pageable, so the driver copies it before
         // it returns.

@@ -574,7 +574,7 @@ pub(crate) fn fa2_bytes(problem: &Problem) -> u64 {
     }
 }
 
-/// Whether q, k and v become pairs of f16 first.
+/// Whether k and v become pairs of f16 first; the kernel makes those of q.
 pub(crate) fn splits(problem: &Problem, algorithm: Algorithm) -> bool {
     let dims = problem.dims();
     algorithm.resolve() == Algorithm::Fa2

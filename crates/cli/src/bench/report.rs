@@ -95,6 +95,9 @@ pub(super) struct Row {
     pub(super) dtype: &'static str,
     pub(super) backend: String,
     pub(super) algorithm: &'static str,
+    /// Whether the backend is on this machine.
+    #[serde(skip)]
+    pub(super) here: bool,
     pub(super) isa: Option<String>,
     pub(super) threads: usize,
     /// Why there are no figures.
@@ -160,6 +163,7 @@ impl Row {
             dtype: dtype.name(),
             backend: lane.name.clone(),
             algorithm: lane.algorithm.name(),
+            here: lane.backend.is_ok(),
             isa: lane.isa.clone(),
             threads,
             reason: None,
@@ -299,7 +303,7 @@ impl Report {
         let outcomes = self.results.iter().map(|row| Outcome {
             backend: &row.backend,
             algorithm: row.algorithm,
-            here: row.isa.is_some(),
+            here: row.here,
             how: "skipped",
             reason: row.reason.as_deref(),
         });

@@ -42,6 +42,9 @@ struct Report {
 struct Row {
     backend: String,
     algorithm: &'static str,
+    /// Whether the backend is on this machine.
+    #[serde(skip)]
+    here: bool,
     isa: Option<String>,
     status: &'static str,
     reason: Option<String>,
@@ -139,6 +142,7 @@ pub(super) fn compare<T: Element>(
         let mut row = Row {
             backend: lane.name.clone(),
             algorithm: lane.algorithm.name(),
+            here: lane.backend.is_ok(),
             isa: lane.isa.clone(),
             status: "skipped",
             reason: None,
@@ -331,7 +335,7 @@ fn render(report: &Report) -> String {
     let outcomes = report.results.iter().map(|row| Outcome {
         backend: &row.backend,
         algorithm: row.algorithm,
-        here: row.isa.is_some(),
+        here: row.here,
         how: row.status,
         reason: row.reason.as_deref(),
     });

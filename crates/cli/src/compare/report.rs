@@ -48,6 +48,9 @@ pub(super) enum Status {
 pub(super) struct ResultRow {
     pub(super) backend: String,
     pub(super) algorithm: &'static str,
+    /// Whether the backend is on this machine.
+    #[serde(skip)]
+    pub(super) here: bool,
     pub(super) isa: Option<String>,
     pub(super) status: Status,
     pub(super) reason: Option<String>,
@@ -89,6 +92,7 @@ impl ResultRow {
         ResultRow {
             backend: lane.name.clone(),
             algorithm: lane.algorithm.name(),
+            here: lane.backend.is_ok(),
             isa: lane.isa.clone(),
             status: Status::Ok,
             reason: None,

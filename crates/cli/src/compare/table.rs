@@ -83,7 +83,7 @@ fn tail(text: &mut String, report: &Report) {
     let outcomes = report.results.iter().map(|row| Outcome {
         backend: &row.backend,
         algorithm: row.algorithm,
-        here: row.isa.is_some(),
+        here: row.here,
         how: match row.status {
             Status::Failed => "failed",
             _ => "skipped",

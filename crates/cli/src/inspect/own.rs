@@ -192,7 +192,8 @@ fn family(algorithm: Algorithm) -> Family {
 }
 
 impl InspectArgs {
-    /// The variants that a backward call of `algorithm` launches, zeros and sinks excepted.
+    /// The variants that a backward call of `algorithm` launches; zeros, sinks and Hopper's
+    /// kernel for blocks with NaN or infinity excepted.
     fn backward_variants(&self, algorithm: Algorithm) -> Result<Vec<Variant>> {
         use kernels::backward::{fa1, fa2, hopper, standard};
         let compute = self.compute()?;
