@@ -246,6 +246,10 @@ impl Tensors {
 /// 16-byte addresses, strides of 0 or below), which takes a copy of that input. out and lse must be what a
 /// forward call of the same problem gave. Workspace comes from the stream's pool.
 ///
+/// NaN and infinity of pairs that are hidden do not reach gradients. Infinity in q or k under a softcap, where
+/// scores and outputs stay finite, is the exception: what it makes of dq, dk and dv (a number, or NaN, also of
+/// hidden keys) depends on the algorithm and on the tiles.
+///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, pages (which have to be
 /// gathered first), alibi_slopes and sinks while `stream` is captured, and failures of the driver.
