@@ -95,12 +95,15 @@ pub(crate) fn by_warpgroups(
     problem: &Problem,
     algorithm: Algorithm,
 ) -> bool {
-    let Ok(Plan { spec, .. }) = plan(problem, 0, problem.dims().seqlen_k) else {
+    let dims = problem.dims();
+    let Ok(Plan { spec, .. }) = plan(problem, 0, dims.seqlen_k) else {
         return false;
     };
     let mut spec = widths(&spec);
     spec.mask = sequences::mask(problem);
-    algorithm.resolve() == Algorithm::Fa2
+    // A problem without rows runs no kernel.
+    dims.batch * dims.num_heads * dims.seqlen_q > 0
+        && algorithm.resolve() == Algorithm::Fa2
         && matches!(
             hopper::serves(backend, problem, &spec, backend.adds()),
             Ok(Some(_))

@@ -239,6 +239,22 @@ fn all_bits<T: Element>(gradients: &Gradients<T>) -> Vec<u64> {
         .collect()
 }
 
+/// Every gradient of `given` is within its bound, made in any of `ways`.
+fn all_pass<T: Element>(
+    backend: &CudaBackend,
+    options: &Options,
+    given: &BackwardInputs<'_, T>,
+    ways: &[(Algorithm, Sums)],
+) {
+    let judge = GradientJudge::new(&given.problem(options).unwrap(), given);
+    for &(algorithm, sums) in ways {
+        let mut gradients = run(&backend.clone().sums(sums), options, given, algorithm).unwrap();
+        for found in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+            assert!(found.pass, "{algorithm} {sums:?} {found:?}");
+        }
+    }
+}
+
 /// Every way to make gradients.
 const WAYS: &[(Algorithm, Sums)] = &[
     (Algorithm::Fa2, Sums::Ordered),
@@ -796,14 +812,7 @@ fn gradients_of_strided_tensors() {
         TensorView::bhsd(&lse, [b, h, s, 1]).unwrap(),
         TensorView::bshd(&setting.dout[..2 * 50 * 4 * 32], shape).unwrap(),
     );
-    let judge = GradientJudge::new(&problem, &given);
-    for &(algorithm, sums) in WAYS {
-        let backend = backend.clone().sums(sums);
-        let mut gradients = run(&backend, &setting.options, &given, algorithm).unwrap();
-        for found in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
-            assert!(found.pass, "{algorithm} {sums:?} {found:?}");
-        }
-    }
+    all_pass(&backend, &setting.options, &given, WAYS);
 }
 
 #[test]
