@@ -18,7 +18,7 @@ use tilewise_cuda::cudarc::driver::{DevicePtr, DevicePtrMut, DeviceRepr};
 use tilewise_cuda::state::Outputs;
 use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut, ops};
 
-use common::{Noise, gpu};
+use common::{Noise, gpu, portable};
 
 #[path = "gpu/chips.rs"]
 mod chips;

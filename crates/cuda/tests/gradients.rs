@@ -19,7 +19,7 @@ use tilewise_cuda::cudarc::driver::DeviceRepr;
 use tilewise_cuda::ops::DeviceInputs;
 use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut};
 
-use common::{Noise, gpu};
+use common::{Noise, gpu, portable};
 
 /// Sizes of a setting: batch, heads, KV heads, queries, keys, head_dim, head_dim_v.
 #[derive(Clone, Copy, Debug)]
@@ -531,36 +531,40 @@ fn problems() -> impl Strategy<Value = (Sizes, Options, Parts, u64)> {
 
 /// Those of one head_dim. Each is picked from the same stream of draws: where one seed serves every test, those
 /// of different head_dims still meet different problems.
-fn problems_of(d: usize) -> impl Strategy<Value = (Sizes, Options, Parts, u64)> {
+fn problems_of(d: usize) -> impl Strategy<Value = Drawn> {
     problems().prop_filter("the other test's", move |(sizes, ..)| sizes.d == d)
 }
+
+type Drawn = (Sizes, Options, Parts, u64);
 
 fn any_problem<T: Element>(
     test: &str,
     way: (Algorithm, Sums),
-    (sizes, options, parts, seed): (Sizes, Options, Parts, u64),
+    drawn: Drawn,
 ) -> Result<(), TestCaseError> {
-    let Some(backend) = gpu(test) else {
-        return Ok(());
-    };
-    Setting::<T>::new(sizes, options, parts, seed)
-        .modified(seed / 2)
-        .check(&backend, &[way])
-        .map_err(TestCaseError::fail)
+    drawn_passes::<T>(test, way, drawn, |setting, _| setting)
 }
 
 /// NaN anywhere reaches what sees it, to the element, and nothing else.
 fn any_poisoned_problem<T: Element>(
     test: &str,
     way: (Algorithm, Sums),
-    (sizes, options, parts, seed): (Sizes, Options, Parts, u64),
+    drawn: Drawn,
+) -> Result<(), TestCaseError> {
+    drawn_passes::<T>(test, way, drawn, |setting, seed| setting.poisoned(seed / 3))
+}
+
+fn drawn_passes<T: Element>(
+    test: &str,
+    way: (Algorithm, Sums),
+    (sizes, options, parts, seed): Drawn,
+    change: impl Fn(Setting<T>, u64) -> Setting<T>,
 ) -> Result<(), TestCaseError> {
     let Some(backend) = gpu(test) else {
         return Ok(());
     };
-    Setting::<T>::new(sizes, options, parts, seed)
-        .modified(seed / 2)
-        .poisoned(seed / 3)
+    let setting = Setting::<T>::new(sizes, options, parts, seed).modified(seed / 2);
+    change(setting, seed)
         .check(&backend, &[way])
         .map_err(TestCaseError::fail)
 }

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::sync::{Mutex, OnceLock};
 
 use tilewise_core::Element;
-use tilewise_cuda::CudaBackend;
+use tilewise_cuda::{CudaBackend, CudaOptions};
 
 /// The first GPU, opened once; `None` where there is none, said once a test.
 pub(crate) fn gpu(test: &str) -> Option<CudaBackend> {
@@ -25,6 +25,16 @@ pub(crate) fn gpu(test: &str) -> Option<CudaBackend> {
             None
         }
     }
+}
+
+/// The first GPU with kernels that every chip can run.
+pub(crate) fn portable(test: &str) -> Option<CudaBackend> {
+    gpu(test)?;
+    let options = CudaOptions {
+        portable: Some(true),
+        ..CudaOptions::default()
+    };
+    Some(CudaBackend::with(options).unwrap())
 }
 
 /// Reproducible values from −2 to 2, exact in no particular type.

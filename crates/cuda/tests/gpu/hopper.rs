@@ -2,20 +2,9 @@
 //! on how rows are cut. Elsewhere the same tests run the portable kernels alone.
 
 use tilewise_core::Dropout;
-use tilewise_cuda::CudaOptions;
 use tilewise_testkit::{Case, Judged, Sequences, Setting};
 
 use super::*;
-
-/// The first GPU with kernels that every chip can run.
-pub(super) fn portable(test: &str) -> Option<CudaBackend> {
-    gpu(test)?;
-    let options = CudaOptions {
-        portable: Some(true),
-        ..CudaOptions::default()
-    };
-    Some(CudaBackend::with(options).unwrap())
-}
 
 #[test]
 fn the_portable_kernels_equal_the_definition_too() {

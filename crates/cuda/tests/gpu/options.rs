@@ -10,7 +10,7 @@ use tilewise_core::{
 use tilewise_cuda::CudaBackend;
 use tilewise_testkit::{Case, Judged, Noise, Sequences, Setting, Sizes, case, cases};
 
-use super::{Data, bits, dims, gpu, run, verdict};
+use super::{Data, bits, dims, gpu, portable, run, verdict};
 
 /// The algorithms that take every option.
 const BOTH: [Algorithm; 2] = [Algorithm::Standard, Algorithm::Fa2];
@@ -407,7 +407,7 @@ fn hidden_and_dropped_values_do_not_leak() {
 /// Softcaps that leave scores small and softcaps that do not; bias and mask whose rows are whole chunks, are
 /// of odd lengths, lie along the other axis, or are one row for all.
 fn check_scores<T: Element>(name: &str, d: usize) {
-    let Some(backend) = super::hopper::portable(name) else {
+    let Some(backend) = portable(name) else {
         return;
     };
     for (sq, sk) in [(150, 333), (140, 320)] {
@@ -481,8 +481,7 @@ fn what_changes_scores_equals_the_definition_in_wider_rows() {
 /// same bits.
 #[test]
 fn a_bias_gives_the_same_bits_however_it_lies() {
-    let Some(backend) = super::hopper::portable("a_bias_gives_the_same_bits_however_it_lies")
-    else {
+    let Some(backend) = portable("a_bias_gives_the_same_bits_however_it_lies") else {
         return;
     };
     let (sq, sk) = (140, 320);
@@ -513,7 +512,7 @@ fn a_bias_gives_the_same_bits_however_it_lies() {
 /// Blocks whose rows see no key write zeros, whatever of Q may have been on its way.
 #[test]
 fn rows_that_see_no_key_are_zero() {
-    let Some(backend) = super::hopper::portable("rows_that_see_no_key_are_zero") else {
+    let Some(backend) = portable("rows_that_see_no_key_are_zero") else {
         return;
     };
     let data = Data::<bf16>::new(dims(2, 8, 8, 300, 100, 128), 25);

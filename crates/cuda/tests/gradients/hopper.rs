@@ -1,8 +1,6 @@
 //! `backward/hopper.cu` and, on the same device, `backward/fa2.cu`. Elsewhere the same tests run the
 //! portable kernels alone.
 
-use tilewise_cuda::CudaOptions;
-
 use super::*;
 
 /// What the two families have of their own.
@@ -10,16 +8,6 @@ const BOTH: &[(Algorithm, Sums)] = &[
     (Algorithm::Fa2, Sums::Atomic),
     (Algorithm::Fa2, Sums::Ordered),
 ];
-
-/// The first GPU with kernels that every chip can run.
-fn portable(test: &str) -> Option<CudaBackend> {
-    gpu(test)?;
-    let options = CudaOptions {
-        portable: Some(true),
-        ..CudaOptions::default()
-    };
-    Some(CudaBackend::with(options).unwrap())
-}
 
 #[test]
 fn the_portable_kernels_equal_the_definition_too() {
