@@ -51,6 +51,14 @@ pub(crate) enum Chips {
 }
 
 impl Chips {
+    /// Those that have what both are made for.
+    pub(crate) fn and(self, other: Chips) -> Chips {
+        match (self, other) {
+            (Chips::All, Chips::All) => Chips::All,
+            _ => Chips::One,
+        }
+    }
+
     /// As compilers name it: with an `a`, instructions of that chip alone.
     pub(crate) fn isa(self, compute: i32) -> String {
         match self {
@@ -388,7 +396,7 @@ impl CudaBackend {
         inputs: &BackwardInputs<'_, T>,
         algorithm: Algorithm,
         gradients: GradientsMut<'_, T>,
-    ) -> Result<()> {
+    ) -> Result<Chips> {
         problem.expect_posed(&inputs.problem(problem.options())?)?;
         gradients.check(problem, &inputs.inputs)?;
         let gathered = gather(problem, &inputs.inputs)?;
@@ -422,7 +430,7 @@ impl CudaBackend {
                 Some(_) => Some(device_zeros::<f32>(stream, "dsinks", sinks[3])?),
                 None => None,
             };
-            backward::backward(
+            let chips = backward::run_backward(
                 self,
                 stream,
                 problem,
@@ -477,7 +485,7 @@ impl CudaBackend {
                 let mut view = TensorViewMut::bhsd(to, sinks)?;
                 download(stream, "dsinks", memory, &mut view)?;
             }
-            Ok(())
+            Ok(chips)
         })
     }
 }
@@ -876,21 +884,17 @@ impl Backend for CudaBackend {
     ) -> Result<BackwardReport> {
         backward::supports(problem, algorithm)?;
         let dtype = gradients.dtype();
-        match (inputs, gradients) {
+        let chips = match (inputs, gradients) {
             (AnyBackwardInputs::F32(inputs), AnyGradientsMut::F32(gradients)) => {
-                self.backward_typed(problem, inputs, algorithm, gradients)?;
+                self.backward_typed(problem, inputs, algorithm, gradients)?
             }
             (AnyBackwardInputs::F16(inputs), AnyGradientsMut::F16(gradients)) => {
-                self.backward_typed(problem, inputs, algorithm, gradients)?;
+                self.backward_typed(problem, inputs, algorithm, gradients)?
             }
             (AnyBackwardInputs::BF16(inputs), AnyGradientsMut::BF16(gradients)) => {
-                self.backward_typed(problem, inputs, algorithm, gradients)?;
+                self.backward_typed(problem, inputs, algorithm, gradients)?
             }
             _ => return Err(wrong_dtype("dq", problem.dtype(), dtype)),
-        }
-        let chips = match backward::by_warpgroups(self, problem, algorithm) {
-            true => Chips::One,
-            false => Chips::All,
         };
         Ok(BackwardReport {
             algorithm: algorithm.resolve(),
@@ -912,5 +916,15 @@ mod tests {
         let asks = |value: &str| asks_for_portable(Some(OsStr::new(value)));
         assert!(asks("1") && asks("yes"));
         assert!(!asks("0") && !asks("") && !asks_for_portable(None));
+    }
+
+    /// Packed sequences have kernels each: one that is of one chip alone names the call.
+    #[test]
+    fn a_call_is_for_the_chips_that_have_all_of_its_kernels() {
+        use Chips::{All, One};
+        assert_eq!(All.and(All).isa(90), "sm_90");
+        for (a, b) in [(All, One), (One, All), (One, One)] {
+            assert_eq!(a.and(b).isa(90), "sm_90a");
+        }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use tilewise_core::{Algorithm, DType, Error, Problem, Result, Sequence};
 
-use crate::backend::{CudaBackend, device_zeros};
+use crate::backend::{Chips, CudaBackend, device_zeros};
 use crate::error::unsupported;
 use crate::kernels::backward::standard::{self, Part};
 use crate::kernels::backward::{fa1, fa2, wide, widths};
@@ -265,6 +265,19 @@ pub fn backward(
     inputs: &DeviceBackward<'_>,
     gradients: &mut DeviceGradients<'_>,
 ) -> Result<()> {
+    run_backward(backend, stream, problem, algorithm, sums, inputs, gradients).map(|_| ())
+}
+
+/// [`backward`], and what its kernels are made for.
+pub(crate) fn run_backward(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    algorithm: Algorithm,
+    sums: Sums,
+    inputs: &DeviceBackward<'_>,
+    gradients: &mut DeviceGradients<'_>,
+) -> Result<Chips> {
     supports(problem, algorithm)?;
     if problem.page_size().is_some() {
         return Err(unsupported("paged keys (block_table) backward"));
@@ -397,7 +410,7 @@ impl Call<'_> {
         tensors: &Tensors,
         dsinks: u64,
         dbias: Option<(raw::Tensor, [usize; 4])>,
-    ) -> Result<()> {
+    ) -> Result<Chips> {
         let (problem, dims) = (self.problem, *self.problem.dims());
         let options = problem.options();
         let per_head = |name, values: Option<&[f32]>| {
@@ -451,7 +464,7 @@ impl Call<'_> {
             };
             self.fill(DType::F32, row, [1, 1, dims.num_heads], 0..1)?;
         }
-        self.sequences(tensors, &given)?;
+        let chips = self.sequences(tensors, &given)?;
         if let Some((to, shape)) = dbias {
             let [_, store] = standard::bias(&Spec::plain(problem.dtype(), 64), false);
             let mut args = BackwardArgs {
@@ -467,10 +480,10 @@ impl Call<'_> {
                 self.launch(&store, elements.div_ceil(256).min(132 * 16), &args)?;
             }
         }
-        Ok(())
+        Ok(chips)
     }
 
-    fn sequences(&self, tensors: &Tensors, given: &Given) -> Result<()> {
+    fn sequences(&self, tensors: &Tensors, given: &Given) -> Result<Chips> {
         let (problem, dims) = (self.problem, *self.problem.dims());
         if is_dense(problem) {
             let sequence = Sequence {
@@ -484,17 +497,13 @@ impl Call<'_> {
             return self.sequence(tensors, given, &sequence, dims.batch, 0);
         }
         let (mut rows, mut keys) = (0, 0);
+        let mut chips = Chips::All;
         for (number, sequence) in problem.sequences().iter().enumerate() {
-            self.sequence(
-                &tensors.of(sequence, problem.dtype()),
-                given,
-                sequence,
-                1,
-                number,
-            )?;
+            let of = tensors.of(sequence, problem.dtype());
+            chips = chips.and(self.sequence(&of, given, sequence, 1, number)?);
             if !problem.is_packed() {
                 let end = sequence.seqlen_k..dims.seqlen_k;
-                self.zero_keys(&tensors.of(sequence, problem.dtype()), 1, end)?;
+                self.zero_keys(&of, 1, end)?;
             } else {
                 self.zero_keys(tensors, 1, keys..sequence.k_start)?;
                 rows = sequence.q_start + sequence.seqlen_q;
@@ -506,7 +515,7 @@ impl Call<'_> {
             let (heads, d) = (dims.num_heads, dims.head_dim);
             self.zero(tensors.dq, [1, heads, d], rows..dims.seqlen_q)?;
         }
-        Ok(())
+        Ok(chips)
     }
 
     fn zero_keys(
@@ -570,12 +579,13 @@ impl Call<'_> {
         sequence: &Sequence,
         batch: usize,
         number: usize,
-    ) -> Result<()> {
+    ) -> Result<Chips> {
         let (problem, dims) = (self.problem, self.problem.dims());
         let (sq, sk) = (sequence.seqlen_q, sequence.seqlen_k);
         let (heads, kv_heads) = (dims.num_heads, dims.num_kv_heads);
         if batch * heads * sq == 0 {
-            return self.zero_keys(tensors, batch, 0..sk);
+            self.zero_keys(tensors, batch, 0..sk)?;
+            return Ok(Chips::All);
         }
         let Plan { mut args, spec } = plan(problem, 0, sk)?;
         let mut spec = widths(&spec);
@@ -648,7 +658,8 @@ impl Call<'_> {
             self.launch(&variant, heads as u64, &all)?;
         }
         if sk == 0 {
-            return self.zero(tensors.dq, [batch, heads, dims.head_dim], 0..sq);
+            self.zero(tensors.dq, [batch, heads, dims.head_dim], 0..sq)?;
+            return Ok(Chips::All);
         }
         match self.algorithm {
             Algorithm::Standard => self.standard(all, &spec, sequence, batch, rest)?,
@@ -656,10 +667,13 @@ impl Call<'_> {
             _ if is_wide(problem) => self.wide(all, &spec)?,
             _ => self.fa2(all, &spec, own.as_ref(), batch)?,
         }
-        match given.dbias.ptr {
-            0 => Ok(()),
-            _ => self.bias(all, &spec, given.dbias, sequence, batch),
+        if given.dbias.ptr != 0 {
+            self.bias(all, &spec, given.dbias, sequence, batch)?;
         }
+        Ok(match own {
+            Some(_) => Chips::One,
+            None => Chips::All,
+        })
     }
 
     /// Adds the sequence's dS to the sums of dbias.
