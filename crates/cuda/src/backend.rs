@@ -206,11 +206,6 @@ impl CudaBackend {
         &self.shared.modules
     }
 
-    /// Whether dQ is summed up in device memory by host calls.
-    pub(crate) fn adds(&self) -> bool {
-        self.sums == Sums::Atomic
-    }
-
     /// Whether kernels made for one chip are left aside.
     pub fn portable(&self) -> bool {
         self.shared.portable

@@ -89,11 +89,12 @@ pub fn supports(problem: &Problem, algorithm: Algorithm) -> Result<()> {
     check_lengths(problem, algorithm)
 }
 
-/// Whether a call of `algorithm` runs Hopper's own kernel.
+/// Whether a call of `algorithm` with these `sums` runs Hopper's own kernel.
 pub(crate) fn by_warpgroups(
     backend: &CudaBackend,
     problem: &Problem,
     algorithm: Algorithm,
+    sums: Sums,
 ) -> bool {
     let dims = problem.dims();
     let Ok(Plan { spec, .. }) = plan(problem, 0, dims.seqlen_k) else {
@@ -105,7 +106,7 @@ pub(crate) fn by_warpgroups(
     dims.batch * dims.num_heads * dims.seqlen_q > 0
         && algorithm.resolve() == Algorithm::Fa2
         && matches!(
-            hopper::serves(backend, problem, &spec, backend.adds()),
+            hopper::serves(backend, problem, &spec, sums == Sums::Atomic),
             Ok(Some(_))
         )
 }

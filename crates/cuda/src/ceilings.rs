@@ -10,6 +10,7 @@ use cudarc::driver::CudaStream;
 use tilewise_core::{Algorithm, DType, Problem, Result};
 
 use crate::backend::CudaBackend;
+use crate::backward::{self, Sums};
 use crate::bench::{self, Effort};
 use crate::kernels::{Variant, ceilings as kernels, dtype_code, hopper};
 use crate::ops::{self, address, scratch};
@@ -66,18 +67,20 @@ impl Products {
         }
     }
 
-    /// What a call of `algorithm` on device memory makes of `problem`, forward or `backward`.
+    /// What a call of `algorithm` on device memory makes of `problem`: of [`ops::forward`], or, where dQ is
+    /// summed up in some way, of [`backward::backward`]. Where several kernels make gradients, what the one
+    /// of dK and dV makes.
     pub fn of(
         backend: &CudaBackend,
         problem: &Problem,
         algorithm: Algorithm,
-        backward: bool,
+        gradients: Option<Sums>,
     ) -> Products {
-        let warpgroups = match backward {
-            true => crate::backward::by_warpgroups(backend, problem, algorithm),
-            false => crate::hopper::tile_of(backend, problem, algorithm).is_some(),
+        let warpgroups = match gradients {
+            Some(sums) => backward::by_warpgroups(backend, problem, algorithm, sums),
+            None => crate::hopper::tile_of(backend, problem, algorithm).is_some(),
         };
-        Self::by(problem, algorithm, backward, warpgroups)
+        Self::by(problem, algorithm, gradients.is_some(), warpgroups)
     }
 
     fn by(problem: &Problem, algorithm: Algorithm, backward: bool, warpgroups: bool) -> Products {

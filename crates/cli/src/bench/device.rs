@@ -49,6 +49,18 @@ pub(super) enum Pass {
     BackwardInOrder,
 }
 
+#[cfg(feature = "cuda")]
+impl Pass {
+    /// How gradients are timed, and so which kernels are: their ceiling must be of the same.
+    fn sums(self) -> Option<Sums> {
+        match self {
+            Pass::Forward => None,
+            Pass::Backward => Some(Sums::Atomic),
+            Pass::BackwardInOrder => Some(Sums::Ordered),
+        }
+    }
+}
+
 /// The devices in use, each opened once: it keeps the kernels it has loaded.
 #[derive(Default)]
 pub(super) struct Devices {
@@ -77,8 +89,7 @@ impl Devices {
         pass: Pass,
     ) -> Option<Products> {
         let device = self.open(ordinal).ok()?;
-        let backward = !matches!(pass, Pass::Forward);
-        Some(Products::of(device, problem, algorithm, backward))
+        Some(Products::of(device, problem, algorithm, pass.sums()))
     }
 
     /// What bounds an algorithm that makes these products on a device.
@@ -166,11 +177,9 @@ impl Devices {
             },
             None => bench::Effort::default(),
         };
-        let backward = |sums| bench::time_backward(device, problem, algorithm, sums, effort);
-        let timing = match pass {
-            Pass::Forward => bench::time(device, problem, algorithm, effort),
-            Pass::Backward => backward(Sums::Atomic),
-            Pass::BackwardInOrder => backward(Sums::Ordered),
+        let timing = match pass.sums() {
+            None => bench::time(device, problem, algorithm, effort),
+            Some(sums) => bench::time_backward(device, problem, algorithm, sums, effort),
         }
         .map_err(say)?;
         Ok(Samples::from_ms(timing.samples_ms))

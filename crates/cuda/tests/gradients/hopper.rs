@@ -1,6 +1,8 @@
 //! `backward/hopper.cu` and, on the same device, `backward/fa2.cu`. Elsewhere the same tests run the
 //! portable kernels alone.
 
+use tilewise_cuda::ceilings::{Instruction, Products};
+
 use super::*;
 
 /// What the two families have of their own.
@@ -168,6 +170,12 @@ fn the_kernel_follows_from_the_problem() {
         for b in [1, 2] {
             for sums in [Sums::Ordered, Sums::Atomic] {
                 let shape = sizes([b, 1, 1], [70, 70], d);
+                // A bench divides by the rate of the instruction of what it times, whatever sums the
+                // backend itself is set to.
+                let problem = Setting::<bf16>::new(shape, plain.clone(), Parts::default(), 2);
+                let problem = problem.backward().problem(&plain).unwrap();
+                let by = Products::of(&backend, &problem, Algorithm::Fa2, Some(sums)).instruction;
+                assert_eq!(by == Instruction::Wgmma, own.ends_with('a'), "{sums:?}");
                 assert_eq!(report(&backend.clone().sums(sums), shape, &plain), own);
             }
         }
