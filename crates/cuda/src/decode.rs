@@ -6,19 +6,20 @@
 //! follows from the device, but no bit of the result does.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
-use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureStatus};
+use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaFunction, CudaStream, DeviceRepr, ValidAsZeroBits, result};
 use tilewise_core::{
     Algorithm, Alignment, DType, Element, Error, Inputs, Problem, Result, Sequence, TensorViewMut,
 };
 
-use crate::backend::{CudaBackend, Results, Uploaded, make_current, upload};
-use crate::error::{allocation, driver, unsupported};
+use crate::backend::{CudaBackend, Results, Uploaded, upload};
+use crate::error::{driver, unsupported};
 use crate::kernels::decode::{Chosen, chunk_keys, variant};
 use crate::kernels::{Mask, Score, Spec, pad};
 use crate::raw::{self, Shape};
+use crate::rooms::{COUNTERS, MOST_SHARED, Rooms, States, Workspace};
 use crate::view::{DeviceView, DeviceViewMut, aligned};
 
 /// Rows of a group (its heads times seqlen_q) up to which keys are split.
@@ -127,133 +128,9 @@ pub(crate) struct Placed {
     pub(crate) pages: usize,
 }
 
-/// Stream-ordered memory without cudarc's events, so that a call can be captured in a graph: taken and
-/// given back on one stream.
-pub(crate) struct Workspace<'a> {
-    stream: &'a CudaStream,
-    ptr: CUdeviceptr,
-}
-
-impl<'a> Workspace<'a> {
-    fn new(stream: &'a CudaStream, what: &str, bytes: u64) -> Result<Workspace<'a>> {
-        // SAFETY: a plain allocation on a live stream; nobody reads it before the kernels wrote it.
-        let ptr = unsafe { result::malloc_async(stream.cu_stream(), bytes.max(16) as usize) }
-            .map_err(|e| allocation(what, bytes, e))?;
-        Ok(Workspace { stream, ptr })
-    }
-}
-
-impl Drop for Workspace<'_> {
-    fn drop(&mut self) {
-        // SAFETY: allocated on this stream by `new`; the free is ordered after the launches that use it.
-        // A failure here is a lost context, which the next call reports.
-        let _ = unsafe { result::free_async(self.ptr, self.stream.cu_stream()) };
-    }
-}
-
-/// States of chunks are kept for the next call on a stream up to this size.
-const MOST_KEPT: u64 = 64 << 20;
-/// And for so many streams.
-const MOST_ROOMS: usize = 16;
 /// States of a head up to which the last block that ends joins them; a second kernel reads more of them at
 /// once.
 const MOST_JOINED: usize = 16;
-/// Heads up to which several blocks may share one. Each has a counter of the blocks that have ended at
-/// the start of a room; all of them are 0 while nothing runs.
-const MOST_SHARED: u64 = 1 << 14;
-const COUNTERS: u64 = MOST_SHARED * 4;
-
-/// Queues the clearing of counters.
-fn clear(stream: &CudaStream, ptr: CUdeviceptr, bytes: u64) -> Result<()> {
-    // SAFETY: the caller allocated that many bytes there on this stream.
-    unsafe { result::memset_d8_async(ptr, 0, bytes as usize, stream.cu_stream()) }
-        .map_err(|e| driver("clearing counters", e))
-}
-
-/// Memory at rest that calls on `stream` have used: whatever comes next there is ordered after them.
-#[derive(Debug)]
-pub(crate) struct Room {
-    stream: Arc<CudaStream>,
-    ptr: CUdeviceptr,
-    bytes: u64,
-}
-
-impl Drop for Room {
-    fn drop(&mut self) {
-        make_current(self.stream.context());
-        // SAFETY: allocated on this stream, and freed in its order. A failure is a lost context, which the
-        // next call reports.
-        let _ = unsafe { result::free_async(self.ptr, self.stream.cu_stream()) };
-    }
-}
-
-/// The memory of one call: its own during a capture, where the graph keeps it, else a room.
-pub(crate) enum States<'a> {
-    Captured(Workspace<'a>),
-    Kept(Room),
-}
-
-impl States<'_> {
-    pub(crate) fn ptr(&self) -> CUdeviceptr {
-        match self {
-            States::Captured(own) => own.ptr,
-            States::Kept(room) => room.ptr,
-        }
-    }
-}
-
-/// Rooms at rest. A call takes one out and puts it back when its kernels are queued, so that two
-/// threads which queue on one stream never share.
-#[derive(Debug, Default)]
-pub(crate) struct Rooms(Mutex<Vec<Room>>);
-
-impl Rooms {
-    /// Counters that are 0, of `heads` heads at least, and `bytes` behind [`COUNTERS`] bytes.
-    fn take<'a>(&self, stream: &'a Arc<CudaStream>, heads: u64, bytes: u64) -> Result<States<'a>> {
-        let what = "the states of chunks of keys";
-        let bytes = COUNTERS + bytes;
-        let capturing = stream
-            .capture_status()
-            .map_err(|e| driver("cuStreamIsCapturing", e))?;
-        if capturing != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            // What a graph's memory holds when it runs is not known.
-            let own = Workspace::new(stream, what, bytes)?;
-            clear(stream, own.ptr, heads * 4)?;
-            return Ok(States::Captured(own));
-        }
-        let mut rest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |room: &Room| room.bytes >= bytes && Arc::ptr_eq(&room.stream, stream);
-        if let Some(at) = rest.iter().position(fits) {
-            return Ok(States::Kept(rest.swap_remove(at)));
-        }
-        // One that is too small for this stream will not be asked for again.
-        rest.retain(|room| !Arc::ptr_eq(&room.stream, stream));
-        drop(rest);
-        let bytes = bytes.next_power_of_two();
-        // SAFETY: a plain allocation on a live stream; nobody reads it before the kernels wrote it.
-        let ptr = unsafe { result::malloc_async(stream.cu_stream(), bytes as usize) }
-            .map_err(|e| allocation(what, bytes, e))?;
-        let room = Room {
-            stream: Arc::clone(stream),
-            ptr,
-            bytes,
-        };
-        clear(stream, ptr, COUNTERS)?;
-        Ok(States::Kept(room))
-    }
-
-    fn give(&self, states: States<'_>) {
-        if let States::Kept(room) = states
-            && room.bytes <= MOST_KEPT
-        {
-            let mut rest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if rest.len() >= MOST_ROOMS {
-                rest.remove(0);
-            }
-            rest.push(room);
-        }
-    }
-}
 
 /// The kernels of one kind of call, loaded.
 #[derive(Debug)]
@@ -530,11 +407,11 @@ pub(crate) fn run(
         let room = Workspace::new(stream, "the lengths of sequences", small.len() as u64)?;
         // SAFETY: `room` holds that many bytes; the source is pageable, so the driver copies it before
         // it returns.
-        unsafe { result::memcpy_htod_async(room.ptr, &small, stream.cu_stream()) }
+        unsafe { result::memcpy_htod_async(room.ptr(), &small, stream.cu_stream()) }
             .map_err(|e| driver("copying the lengths of sequences", e))?;
         Some(room)
     };
-    let base = small_room.as_ref().map_or(0, |room| room.ptr);
+    let base = small_room.as_ref().map_or(0, Workspace::ptr);
     let within = |at: Option<u64>| at.map_or(0, |at| base + at);
     args.sequences = within(at_sequences);
     args.slopes = within(at_slopes);

@@ -38,6 +38,7 @@ pub mod page_lock;
 pub mod probe;
 pub mod raw;
 pub mod records;
+mod rooms;
 mod sequences;
 mod split;
 pub mod state;

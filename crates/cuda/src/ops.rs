@@ -385,6 +385,11 @@ pub fn forward(
 /// `lse` f32 `[batch, num_heads, seqlen_q, 1]`, contiguous. Concurrent calls from several threads and on
 /// several streams are safe.
 ///
+/// The backend keeps `stream` with up to 64 MiB of memory for the next call there, for 16 streams at most. So
+/// a stream that another library owns and that was wrapped for this has to outlive the backend. The memory is
+/// not touched while the stream is captured, by whichever thread, unless a capture begins there just as the
+/// last clone of the backend is dropped.
+///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, lengths of sequences, alibi_slopes
 /// and sinks while `stream` is captured, and failures of the driver.

@@ -20,6 +20,8 @@ use tilewise_cuda::{CudaBackend, DeviceView, DeviceViewMut, ops};
 
 use common::{Noise, gpu, portable};
 
+#[path = "gpu/capture.rs"]
+mod capture;
 #[path = "gpu/chips.rs"]
 mod chips;
 #[path = "gpu/decode.rs"]

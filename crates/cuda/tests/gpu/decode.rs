@@ -2,7 +2,6 @@
 
 use super::*;
 use tilewise_core::BlockTable;
-use tilewise_cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use tilewise_cuda::decode::{self, DeviceTable};
 
 /// out and lse of fa2.
@@ -370,71 +369,4 @@ fn a_row_has_the_same_bits_beside_a_sequence_of_many_chunks() {
     let (out, lse) = run(&backend, &alone, &options, Algorithm::Fa2).unwrap();
     assert_eq!(bits(&both[..4 * 64]), bits(&out));
     assert_eq!(both_lse[..4], lse[..]);
-}
-
-/// A call whose tensors are raw addresses allocates and orders by the stream alone, so it can be captured.
-#[test]
-fn a_captured_graph_replays_the_same_bits() {
-    let Some(backend) = gpu("a_captured_graph_replays_the_same_bits") else {
-        return;
-    };
-    let stream = backend.context().new_stream().unwrap();
-    for (shape, algorithm) in [
-        (dims(2, 8, 2, 1, 3000, 128), Algorithm::Fa2),
-        (dims(2, 4, 2, 300, 300, 128), Algorithm::Fa2),
-        // More row blocks than any device has multiprocessors.
-        (dims(2, 26, 2, 500, 500, 128), Algorithm::Fa2),
-        (dims(1, 2, 1, 100, 150, 64), Algorithm::Standard),
-        (dims(1, 2, 1, 100, 150, 64), Algorithm::Fa1),
-    ] {
-        let options = Options::new().causal(true);
-        let data = Data::<bf16>::new(shape, 50);
-        let (expected, _) = run(&backend, &data.inputs(), &options, algorithm).unwrap();
-        let problem = Problem::dense(shape, DType::BF16, &options).unwrap();
-        let (q, k, v) = (
-            stream.clone_htod(&data.q).unwrap(),
-            stream.clone_htod(&data.k).unwrap(),
-            stream.clone_htod(&data.v).unwrap(),
-        );
-        let mut out = stream.clone_htod(&vec![bf16::NAN; expected.len()]).unwrap();
-        let addresses = [&q, &k, &v].map(|x| x.device_ptr(&stream).0);
-        let target = out.device_ptr_mut(&stream).0;
-        stream.synchronize().unwrap();
-        let dense =
-            |[_, h, s, d]: [usize; 4]| [(h * s * d) as isize, (s * d) as isize, d as isize, 1];
-        let views = [shape.out_shape(), data.wide(), data.wide()];
-        stream
-            .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            .unwrap();
-        // SAFETY: the addresses are of slices of these shapes that outlive the graph's last replay.
-        unsafe {
-            let view = |n: usize| {
-                DeviceView::from_raw(addresses[n], DType::BF16, views[n], dense(views[n]))
-            };
-            ops::forward(
-                &backend,
-                &stream,
-                &problem,
-                algorithm,
-                &view(0),
-                &view(1),
-                &view(2),
-                &mut DeviceViewMut::from_raw(target, DType::BF16, views[0], dense(views[0]))
-                    .unwrap(),
-                None,
-            )
-            .unwrap();
-        }
-        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-        let graph = stream.end_capture(flags).unwrap().unwrap();
-        for _ in 0..3 {
-            stream
-                .memcpy_htod(&vec![bf16::NAN; expected.len()], &mut out)
-                .unwrap();
-            graph.launch().unwrap();
-            let host = stream.clone_dtoh(&out).unwrap();
-            stream.synchronize().unwrap();
-            assert_eq!(bits(&host), bits(&expected), "{algorithm} {shape:?}");
-        }
-    }
 }
