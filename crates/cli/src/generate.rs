@@ -9,6 +9,7 @@ use serde_json::json;
 use tilewise::half::{bf16, f16};
 use tilewise::{DType, Element, Problem};
 
+use crate::args::tensors::expect_safetensors;
 use crate::cli::Verdict;
 use crate::container::{Plain, Tensor, write_safetensors};
 use crate::shapes::{self, Shape};
@@ -59,6 +60,7 @@ fn parse_length(text: &str) -> Result<(i32, i32), String> {
 }
 
 pub(crate) fn run(args: &GenerateArgs) -> Result<Verdict> {
+    expect_safetensors(&args.output)?;
     if args.shape.causal {
         bail!("--shape: causal is said when attention is computed, not in the file");
     }

@@ -12,7 +12,7 @@ use tilewise::{Algorithm, BackendKind, Element, Engine, ForwardReport, Problem, 
 
 use crate::args::problem::ProblemArgs;
 use crate::args::select::{self, DeviceArgs};
-use crate::args::tensors::{Layout, TensorArgs};
+use crate::args::tensors::{Layout, TensorArgs, expect_safetensors};
 use crate::cli::Verdict;
 use crate::container::{Plain, Tensor, write_safetensors};
 use crate::input::{self, AnyLoaded, Loaded};
@@ -56,16 +56,7 @@ pub(crate) struct RunArgs {
 }
 
 pub(crate) fn run(args: &RunArgs) -> Result<Verdict> {
-    if args
-        .output
-        .extension()
-        .is_none_or(|extension| !extension.eq_ignore_ascii_case("safetensors"))
-    {
-        bail!(
-            "{}: expected a name that ends in .safetensors",
-            args.output.display()
-        );
-    }
+    expect_safetensors(&args.output)?;
     match &input::load(&args.tensors, &args.problem)? {
         AnyLoaded::F64(loaded) => forward(args, loaded),
         AnyLoaded::F32(loaded) => forward(args, loaded),

@@ -320,6 +320,27 @@ fn packed_inputs_are_generated_and_pass() {
     assert!(text.contains("lengths add up to 5"), "{text}");
 }
 
+/// What is written is safetensors whatever its name: by another one no command would read it.
+#[test]
+fn files_are_written_under_the_name_of_what_they_are() {
+    let folder = Folder::new();
+    let inputs = folder.generate("x.safetensors", &["--shape", "1,1,1,2,3,4"]);
+    for name in ["x.npz", "x.npy", "x", "safetensors", ".safetensors"] {
+        let out = folder.file(name);
+        for args in [
+            &["generate", "--shape", "1,1,1,2,3,4", "-o", &out][..],
+            &["run", &inputs, "--backend", "cpu", "-o", &out],
+        ] {
+            let said = error(args);
+            assert!(said.ends_with("a name that ends in .safetensors"), "{said}");
+            assert!(!std::path::Path::new(&out).exists(), "{out}");
+        }
+    }
+    let out = folder.file("X.SafeTensors");
+    stdout(&["generate", "--shape", "1,1,1,2,3,4", "-o", &out], 0);
+    stdout(&["compare", &out, "--backends", "cpu", "--repeat", "1"], 0);
+}
+
 #[test]
 fn generated_inputs_follow_from_the_seed() {
     let folder = Folder::new();

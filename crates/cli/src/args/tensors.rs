@@ -1,6 +1,6 @@
 //! Where the tensors come from.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use tilewise::DType;
@@ -67,6 +67,18 @@ pub(crate) const TENSORS: [&str; 18] = [
     "do",
     "dlse",
 ];
+
+/// A file to write is of the one kind that is written: by another name no command would read it again.
+pub(crate) fn expect_safetensors(path: &Path) -> anyhow::Result<()> {
+    let extension = path.extension();
+    if extension.is_none_or(|extension| !extension.eq_ignore_ascii_case("safetensors")) {
+        anyhow::bail!(
+            "{}: expected a name that ends in .safetensors",
+            path.display()
+        );
+    }
+    Ok(())
+}
 
 fn parse_tensor(text: &str) -> Result<String, String> {
     if TENSORS.contains(&text) {
