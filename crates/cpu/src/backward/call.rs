@@ -1,12 +1,14 @@
 //! One backward call, and the sizes of its tiles.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use tilewise_core::{BackwardInputs, Element, Problem};
 
 use super::kernel::BackwardKernels;
 use super::pairs;
 use crate::backend::CpuBackend;
+use crate::buffer::Reserve;
 use crate::call::KvHead;
 use crate::head::{Head, Scoring, rows_of};
 use crate::kernel::pairs::{COLUMNS, DEPTH};
@@ -192,6 +194,7 @@ pub(super) struct Call<'a, T: Element> {
     pub(super) problem: &'a Problem,
     pub(super) inputs: &'a BackwardInputs<'a, T>,
     pub(super) scoring: Scoring<T::Acc>,
+    pub(super) reserve: &'a Arc<Reserve>,
 }
 
 // SAFETY: what is shared is read only.
@@ -199,7 +202,7 @@ unsafe impl<T: Element> Sync for Call<'_, T> {}
 
 impl<'a, T: CpuElement> Call<'a, T> {
     pub(super) fn new(
-        backend: &CpuBackend,
+        backend: &'a CpuBackend,
         problem: &'a Problem,
         inputs: &'a BackwardInputs<'a, T>,
     ) -> Self {
@@ -210,6 +213,7 @@ impl<'a, T: CpuElement> Call<'a, T> {
             kernels.pairs = None;
         }
         Call {
+            reserve: backend.reserve(),
             kernels,
             more: T::backward_kernels(backend.isa()),
             sizes,

@@ -102,11 +102,14 @@ pub(super) fn backward<T: CpuElement>(
     let slots = slots(sizes, problem, threads, heads.len());
     let tiles = most_tiles(sizes, problem);
     let room = sizes.room();
+    // Preparation writes what is read, so that all workers share in the first touch of these pages.
     let rooms = (0..slots)
         .map(|_| {
             Ok(HeadRoom::<T> {
-                tiles: Buffer::new(tiles * room.elements, "rows of a head")?,
-                flags: Buffer::new(tiles * room.flags, "tile flags")?,
+                tiles: call
+                    .reserve
+                    .buffer(tiles * room.elements, "rows of a head")?,
+                flags: call.reserve.buffer(tiles * room.flags, "tile flags")?,
                 turns: (0..tiles).map(|_| Turns::default()).collect(),
             })
         })
