@@ -70,7 +70,7 @@ fn chosen(arch: &str) -> Vec<Variant> {
                 let causal = plain && !has("-dropout") && has("-causal");
                 if has("bwd-hopper") {
                     let one = has("-care0-") || has("-d128-");
-                    return causal && has("-bf16-") && has("-dq1-") && one;
+                    return causal && has("-bf16-") && one;
                 }
                 let narrow = both && has("-dq1-") || has("bwd-dq-bf16-d128-");
                 return causal && (narrow || has("bwd-wide-"));

@@ -23,13 +23,14 @@ use crate::view::{DeviceView, DeviceViewMut, aligned, broadcast, contiguous};
 /// How dQ is summed up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Sums {
-    /// In registers, over the keys in their order, by a kernel of its own: the bits do not change
-    /// from run to run. Seven products a tile in place of five.
+    /// In an order that does not change, and so do the bits not from run to run: on Hopper blocks of keys
+    /// add to sums in device memory by turns, from the last keys to the first; elsewhere, and for what that
+    /// kernel does not serve, a kernel of its own sums up in registers, seven products a tile in place of five.
     #[default]
     Ordered,
-    /// In device memory, as blocks of keys come to it: faster, and the last bits of dq change from
-    /// run to run. Those of the other gradients do not. Only of `fa2` and up to head_dim 256; the rest
-    /// is as [`Sums::Ordered`] says.
+    /// In device memory, as blocks of keys come to it: mostly faster, and the last bits of dq may change from
+    /// run to run. Those of the other gradients do not. Only of `fa2` and up to head_dim 256, and on Hopper not
+    /// without a mask up to head_dim 64, where turns are faster; the rest is as [`Sums::Ordered`] says.
     Atomic,
 }
 
@@ -105,10 +106,7 @@ pub(crate) fn by_warpgroups(
     // A problem without rows runs no kernel.
     dims.batch * dims.num_heads * dims.seqlen_q > 0
         && algorithm.resolve() == Algorithm::Fa2
-        && matches!(
-            hopper::serves(backend, problem, &spec, sums == Sums::Atomic),
-            Ok(Some(_))
-        )
+        && matches!(hopper::serves(backend, problem, &spec, sums), Ok(Some(_)))
 }
 
 /// Bytes of workspace that a call takes, without copies of inputs that are laid out anew and the matrices of dbias; of `standard`'s matrices, what its budget allows, if more
@@ -122,13 +120,13 @@ pub(crate) fn workspace_bytes(
     let dims = problem.dims();
     let budget = backend.standard_budget();
     let in_memory = match is_wide(problem) {
-        false => 4 * hopper::sum_columns(backend, problem),
+        false => 4 * hopper::sum_columns(backend, problem, sums),
         true => 0,
     };
     // L, Δ and marks; the sums of dQ; FA1's m and 1/ℓ.
     let row = match (algorithm.resolve(), sums) {
         (Algorithm::Fa1, _) => 9 + in_memory + 8,
-        (Algorithm::Fa2, Sums::Atomic) => 9 + in_memory,
+        (Algorithm::Fa2, _) => 9 + in_memory,
         _ => 9,
     };
     let batch = if is_dense(problem) { dims.batch } else { 1 };
@@ -142,7 +140,9 @@ pub(crate) fn workspace_bytes(
             _ => 0,
         };
         let keys = (batch * dims.num_kv_heads) as u64 * marks_of_keys(sequence.seqlen_k);
-        rows * batch as u64 * dims.num_heads as u64 * row + keys + matrices
+        let cells = rows * batch as u64 * dims.num_heads as u64;
+        let turns = kernels::backward::hopper::turns(cells);
+        cells * row + keys + matrices + turns
     };
     problem.sequences().iter().map(bytes).max().unwrap_or(0)
 }
@@ -608,9 +608,13 @@ impl Call<'_> {
         args.alibi = given.alibi;
         args.sinks = given.sinks;
 
+        let own = match self.algorithm {
+            Algorithm::Fa2 => hopper::serves(self.backend, problem, &spec, self.sums)?,
+            _ => None,
+        };
         let in_memory = match self.algorithm {
             Algorithm::Fa1 => true,
-            Algorithm::Fa2 => self.sums == Sums::Atomic && !is_wide(problem),
+            Algorithm::Fa2 => own.is_some() || (self.sums == Sums::Atomic && !is_wide(problem)),
             _ => false,
         };
         let rows = sq.next_multiple_of(fa2::ROW_PADDING);
@@ -631,10 +635,6 @@ impl Call<'_> {
             kv_heads: kv_heads as i32,
             ..BackwardArgs::default()
         };
-        let own = match self.algorithm {
-            Algorithm::Fa2 => hopper::serves(self.backend, problem, &spec, in_memory)?,
-            _ => None,
-        };
         // What stands in memory for the kernel of the gradients is laid out as its tiles are.
         let laid = match &own {
             Some((_, tile)) => tile.laid(&spec),
@@ -650,6 +650,9 @@ impl Call<'_> {
         all.odd_rows = all.delta + cells * 4;
         all.odd_keys = all.odd_rows + cells;
         let rest = all.odd_keys + all.kv_pairs as u64 * marks_of_keys(sk);
+        if own.is_some() && kernels::backward::hopper::sums(&spec, self.sums) == Sums::Ordered {
+            all.turns = rest;
+        }
         let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
         let prepare = fa2::prepare(&laid, limit, compute).ok_or_else(|| missing(&spec))?;
         let lanes = u64::from(fa2::prepare_lanes(&laid));
@@ -746,13 +749,18 @@ impl Call<'_> {
             None => fa2::tile(spec, limit).ok_or_else(none)?,
         };
         all.key_blocks = sk.div_ceil(keys as usize) as i32;
-        if spec.mask != Mask::Full {
+        if spec.mask != Mask::Full || all.turns != 0 {
             let blocks = all.key_blocks as usize;
-            all.forward.pairs_per_group =
-                kv_pairs_per_group(self.backend, self.problem, sq, batch, blocks);
+            let most = match all.turns {
+                0 => pairs_at_once(self.backend, self.problem, sq, blocks),
+                _ => pairs_by_turns(self.backend, self.problem, sq, blocks, spec),
+            };
+            let pairs = (batch * self.problem.dims().num_kv_heads).max(1) as u64;
+            let groups = pairs.div_ceil(most.clamp(1, pairs));
+            all.forward.pairs_per_group = pairs.div_ceil(groups) as i32;
         }
         if let Some(kernel) = own {
-            hopper::run(self.backend, self.stream, all, spec, kernel)?;
+            hopper::run(self.backend, self.stream, all, spec, kernel, self.sums)?;
         } else {
             let gradients = fa2::gradients(spec, limit, compute, atomic).ok_or_else(none)?;
             let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
@@ -918,22 +926,36 @@ struct Given {
     dbias: raw::Tensor,
 }
 
-/// (batch, KV head) pairs that run together under a mask: enough blocks that the long ones of a group
-/// end beside the short ones, Q and dO of all in a good part of the second-level cache, and groups of
-/// one size.
-fn kv_pairs_per_group(
+/// (batch, KV head) pairs that run together under a mask, in groups of one size: enough blocks that the
+/// long ones of a group end beside the short ones, Q and dO of all in a good part of the second-level cache.
+fn pairs_at_once(backend: &CudaBackend, problem: &Problem, rows: usize, key_blocks: usize) -> u64 {
+    let fit = backend.l2_bytes() * 3 / 5 / pair_bytes(problem, rows, 0);
+    let wanted = (2 * backend.multiprocessors() / key_blocks.max(1) as u64).max(4);
+    wanted.min(fit)
+}
+
+/// The same where blocks add to dQ by turns, by measurement on an H200. Without a mask blocks of one pair
+/// follow one another over its rows: as many pairs as fill the device. Under a mask few, since blocks stand at
+/// rows far apart: so many that dQ fits as well.
+fn pairs_by_turns(
     backend: &CudaBackend,
     problem: &Problem,
     rows: usize,
-    batch: usize,
     key_blocks: usize,
-) -> i32 {
+    spec: &Spec,
+) -> u64 {
+    match spec.mask {
+        Mask::Full => (backend.multiprocessors() / key_blocks.max(1) as u64).max(4),
+        _ => {
+            let sums = spec.padded as usize * 4;
+            (backend.l2_bytes() / 2 / pair_bytes(problem, rows, sums)).min(8)
+        }
+    }
+}
+
+/// Bytes of Q and dO of `rows` rows of a group's query heads, with `more` a row, and at least one.
+fn pair_bytes(problem: &Problem, rows: usize, more: usize) -> u64 {
     let dims = problem.dims();
-    let width = (dims.head_dim + dims.head_dim_v) * problem.dtype().size();
-    let pair = (dims.group() * rows * width).max(1) as u64;
-    let fit = backend.l2_bytes() * 3 / 5 / pair;
-    let wanted = (2 * backend.multiprocessors() / key_blocks.max(1) as u64).max(4);
-    let all = (batch * dims.num_kv_heads).max(1) as u64;
-    let groups = all.div_ceil(wanted.min(fit).clamp(1, all));
-    all.div_ceil(groups) as i32
+    let width = (dims.head_dim + dims.head_dim_v) * problem.dtype().size() + more;
+    (dims.group() * rows * width).max(1) as u64
 }

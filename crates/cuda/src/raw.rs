@@ -156,6 +156,7 @@ pub struct BackwardArgs {
     pub dsinks: u64,
     pub odd_rows: u64,
     pub odd_keys: u64,
+    pub turns: u64,
     pub rows_padded: i32,
     pub key_blocks: i32,
     pub kv_pairs: i32,
@@ -327,7 +328,7 @@ mod tests {
     fn the_backward_block_follows_the_forward_one() {
         assert_eq!(
             size_of::<BackwardArgs>(),
-            size_of::<Args>() + 7 * 40 + 6 * 8 + 4 * 4
+            size_of::<Args>() + 7 * 40 + 7 * 8 + 4 * 4
         );
         assert_eq!(
             std::mem::offset_of!(BackwardArgs, lse2),

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, anyhow, bail};
 use serde::Serialize;
 use tilewise::Algorithm;
+use tilewise::cuda::backward::Sums;
 use tilewise::cuda::kernels::{self, Family, Mask, Selection, Variant};
 use tilewise::cuda::nvrtc::Nvrtc;
 use tilewise::cuda::raw::{Args, BackwardArgs, BackwardHopperArgs, HopperArgs, Tensor};
@@ -94,7 +95,7 @@ const fn tensor(offset: usize) -> usize {
 
 /// Names of the pointers that the backward kernels' argument block has after the forward call's, which
 /// stands first in it.
-const BACKWARD_POINTERS: [(usize, &str); 12] = [
+const BACKWARD_POINTERS: [(usize, &str); 13] = [
     (tensor(std::mem::offset_of!(BackwardArgs, lse)), "lse"),
     (tensor(std::mem::offset_of!(BackwardArgs, dlse)), "dlse"),
     (tensor(std::mem::offset_of!(BackwardArgs, dout)), "dout"),
@@ -113,6 +114,7 @@ const BACKWARD_POINTERS: [(usize, &str); 12] = [
         std::mem::offset_of!(BackwardArgs, odd_keys),
         "marks of keys",
     ),
+    (std::mem::offset_of!(BackwardArgs, turns), TURNS),
 ];
 
 /// Where `tw_hopper` has its tensor maps, and what its blocks take their turns by.
@@ -226,7 +228,7 @@ impl InspectArgs {
                     fa2::gradients(&spec, limit, compute, true),
                     fa2::store_dq(&spec, limit, compute),
                 ];
-                let own = hopper::gradients(&spec, limit, compute, true)
+                let own = hopper::gradients(&spec, limit, compute, Sums::Atomic)
                     .filter(|(variant, _)| variant.compiles_for(&self.arch));
                 if let Some((gradients, tile)) = own {
                     all.extend([Some(gradients), Some(tile.store_dq(&spec))]);

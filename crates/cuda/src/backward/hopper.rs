@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use tilewise_core::{Problem, Result};
 
+use super::Sums;
 use crate::backend::CudaBackend;
 use crate::hopper::{map, possible, walkable};
 use crate::kernels::backward::fa2;
@@ -21,7 +22,7 @@ pub(super) fn serves(
     backend: &CudaBackend,
     problem: &Problem,
     spec: &Spec,
-    dq: bool,
+    sums: Sums,
 ) -> Result<Option<(Variant, Tile)>> {
     let dims = problem.dims();
     let widest = dims.head_dim.max(dims.head_dim_v);
@@ -31,15 +32,16 @@ pub(super) fn serves(
         return Ok(None);
     }
     let (limit, compute) = (backend.shared_limit(), backend.compute());
-    let Some(kernel) = hopper::gradients(spec, limit, compute, dq) else {
+    let sums = hopper::sums(spec, sums);
+    let Some(kernel) = hopper::gradients(spec, limit, compute, sums) else {
         return Ok(None);
     };
     // A folder of kernels built ahead may hold this one and not those that go with it.
     let tile = kernel.1;
     let others = [
-        tile.careful(spec, dq),
+        tile.careful(spec, sums),
         fa2::prepare(&tile.laid(spec), limit, compute),
-        dq.then(|| tile.store_dq(spec)),
+        Some(tile.store_dq(spec)),
     ];
     for variant in std::iter::once(&kernel.0).chain(others.iter().flatten()) {
         if !backend.modules().serves(variant)? {
@@ -49,8 +51,8 @@ pub(super) fn serves(
     Ok(Some(kernel))
 }
 
-/// Most columns that a row of dQ's sums has for `problem`.
-pub(crate) fn sum_columns(backend: &CudaBackend, problem: &Problem) -> u64 {
+/// Most columns that a row of dQ's sums has for `problem`, in which a portable kernel has none if they are ordered.
+pub(crate) fn sum_columns(backend: &CudaBackend, problem: &Problem, sums: Sums) -> u64 {
     let dims = problem.dims();
     let padded = |head_dim| pad(head_dim).unwrap_or(0);
     let own = padded(dims.head_dim);
@@ -60,7 +62,11 @@ pub(crate) fn sum_columns(backend: &CudaBackend, problem: &Problem) -> u64 {
     });
     let own = spec.padded;
     let hopper = hopper::tile(&spec).filter(|_| possible(backend));
-    u64::from(hopper.map_or(own, |tile| tile.columns(own)))
+    u64::from(match (hopper, sums) {
+        (Some(tile), _) => tile.columns(own),
+        (None, Sums::Atomic) => own,
+        (None, Sums::Ordered) => 0,
+    })
 }
 
 /// The gradients of dense sequences of one length, which `all` names. Inputs that the copy engine cannot
@@ -71,6 +77,7 @@ pub(super) fn run(
     mut all: BackwardArgs,
     spec: &Spec,
     (variant, tile): &(Variant, Tile),
+    sums: Sums,
 ) -> Result<()> {
     let dtype = spec.dtype;
     let forward = &mut all.forward;
@@ -99,7 +106,7 @@ pub(super) fn run(
     };
     let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
     ops::launch(backend, stream, variant, (blocks, 1), &args)?;
-    if let Some(careful) = tile.careful(spec, all.dq_acc != 0) {
+    if let Some(careful) = tile.careful(spec, hopper::sums(spec, sums)) {
         // Mostly nothing is left to it: no more blocks than run at a time, which look for some.
         let blocks = blocks.min(backend.multiprocessors());
         ops::launch(backend, stream, &careful, (blocks, 1), &args)?;

@@ -12,13 +12,21 @@ struct Grads {
     Tensor lse, dlse, go, dq, dk, dv; // go = dO; dlse.ptr may be 0
     Tensor dbias;     // of PART 4 and 5 in standard.cu
     u64 lse2, delta;  // f32 [pairs, rows_padded]
-    u64 dq_acc;       // f32 sums of dQ, see dq_block; 0 = another kernel makes dQ
+    u64 dq_acc;       // f32 sums of dQ, see dq_block; 0 = tw_bwd_dq makes dQ
     u64 dsinks;       // f32 [heads]
     u64 odd_rows;     // u32 [pairs, rows_padded / PREPARED]: whether a row is marked
     u64 odd_keys;     // u32 [kv_pairs, key_words]: whether one of sixteen keys has a K or V that is not finite
+    u64 turns;        // u32 [TURN_WORDS + pairs * rows_padded / TURN_ROWS], see Turns in hopper.cu; or 0
     int rows_padded;  // a multiple of every BM
     int key_blocks, kv_pairs, kv_heads;
 };
+
+// The first words of `turns`, and rows that each of the others is for.
+#define TURN_NEXT 0 // blocks that have begun
+#define TURN_CARE 1 // and of the kernel for those that were left out
+#define TURN_LEFT 2 // whether there are any
+#define TURN_WORDS 32
+#define TURN_ROWS 64
 
 #if F32
 // Operands word by word, for either order of A: `a` is this lane's place, am and ak its strides in bytes along m and k. Each

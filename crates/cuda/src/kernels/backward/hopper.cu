@@ -10,8 +10,9 @@
 //   WIDE 1 (head_dims above 128): each owns half the rows of S^T and dP^T of 64 keys, and half the columns of dK, dV and dQ. P^T and
 //   dS^T go through shared memory.
 //
-//   BM rows a step     QST tiles of Q and DST of dO in shared memory     DQ 0 = dQ is another kernel's
+//   BM rows a step     QST tiles of Q and DST of dO in shared memory
 //   EARLY 1 = dV is begun before dP is awaited     GIVE, TAKE registers of the producer and of the consumers
+//   TURNS 1 = blocks add to dQ in a fixed order, see Turns
 //   CARE 1 = the kernel for blocks in which the other found what is not finite, and which it left out: see common.cu
 
 #define GROUPS 2
@@ -32,7 +33,7 @@
 #define VN (WIDE ? TV / GROUPS : TV)
 #define QN (TP / GROUPS)
 // What passes through shared memory of a tile: dS, or P and dS.
-#define STRIPS (WIDE ? 2 : DQ)
+#define STRIPS (WIDE ? 2 : 1)
 
 struct BackwardHopperArgs {
     TensorMap q, k, v, go;
@@ -43,7 +44,7 @@ static_assert(QST == DST, "tiles of Q and dO go round together");
 
 // Where everything stands in shared memory.
 struct Room {
-    u32 k, v, q, go, ds, lse, delta, bars, odd_keys, zero;
+    u32 k, v, q, go, ds, lse, delta, bars, turns, odd_keys, zero;
     __device__ __forceinline__ explicit Room(u32 base) {
         k = base;
         v = k + TILE_K;
@@ -53,7 +54,8 @@ struct Room {
         lse = ds + 2 * STRIPS * TILE_DS;
         delta = lse + QST * TILE_STAT;
         bars = delta + DST * TILE_STAT;
-        odd_keys = bars + 16 + (QST + DST) * 16;
+        turns = bars + 16 + (QST + DST) * 16;
+        odd_keys = turns + TURNS * 32;
         zero = odd_keys + BN / 8;
     }
     __device__ __forceinline__ u32 kv_full() const { return bars; }
@@ -61,6 +63,11 @@ struct Room {
     __device__ __forceinline__ u32 q_empty(int s) const { return bars + 24 + s * 16; }
     __device__ __forceinline__ u32 go_full(int s) const { return bars + 16 + (QST + s) * 16; }
     __device__ __forceinline__ u32 go_empty(int s) const { return bars + 24 + (QST + s) * 16; }
+    // Of this block's turns to add to dQ: it has come; all warps have added; that was seen. And the block's number.
+    __device__ __forceinline__ u32 turn() const { return turns; }
+    __device__ __forceinline__ u32 added() const { return turns + 8; }
+    __device__ __forceinline__ u32 seen() const { return turns + 16; }
+    __device__ __forceinline__ u32 number() const { return turns + 24; }
 };
 
 // A stage of a ring and the parity of its current round.
@@ -71,7 +78,8 @@ template <int STAGES> struct Ring {
     }
 };
 
-// The keys of a block, and the steps over query heads and row blocks that see some of them.
+// The keys of a block, and the steps over query heads and row blocks that see some of them. Blocks that add in a fixed order are
+// numbered from the last keys to the first.
 struct Block {
     int b, hk, key0, first, count, turn;
     __device__ __forceinline__ Block(const Grads& g, int number) {
@@ -80,7 +88,7 @@ struct Block {
         const int per = g.key_blocks * a.pairs_per_group;
         const int grp = number / per, r = number - grp * per;
         const int width = min(a.pairs_per_group, g.kv_pairs - grp * a.pairs_per_group);
-        const int jb = r / width, pair = grp * a.pairs_per_group + (r - jb * width);
+        const int at = r / width, pair = grp * a.pairs_per_group + (r - at * width), jb = TURNS ? g.key_blocks - 1 - at : at;
         b = pair / g.kv_heads;
         hk = pair - b * g.kv_heads;
         key0 = jb * BN;
@@ -91,7 +99,7 @@ struct Block {
         if (MASK == 2) last = key1 - 1 - a.lo_off < 0 ? -1 : min(last, (key1 - 1 - a.lo_off) / BM);
         count = max(0, last - first + 1);
         // Without a mask blocks would meet at the same rows: each begins elsewhere.
-        turn = MASK == 0 && count > 0 ? jb % count : 0;
+        turn = MASK == 0 && !TURNS && count > 0 ? jb % count : 0;
     }
 };
 
@@ -163,6 +171,53 @@ DEV void produce(const BackwardHopperArgs& g, const Room& room, const Block& blo
     }
 }
 
+#if TURNS
+// The order in which blocks add to dQ: from the last keys to the first, which under causality is the order in which blocks that
+// begin at a time come to a row, each with its first one. So bits depend neither on what else runs nor on how many blocks run at a
+// time. Each row block of a head has a word in memory that counts the blocks of keys up to the one that has added last. A block
+// waits only for blocks of lower numbers, and takes its number as it begins: those it waits for have begun.
+//
+// Two threads of the producer's warpgroup keep the turns, so that no thread that multiplies waits for memory: one waits for the
+// block before, the other for this one's sums to be in memory.
+struct Turns {
+    const Grads& g;
+    const Block& block;
+    __device__ __forceinline__ u32* of(int h, int i0) const { return (u32*)g.turns + TURN_WORDS + (i64)(block.b * g.f.heads + h) * (g.rows_padded / BM) + i0 / BM; }
+    __device__ __forceinline__ u32 last_of(int jb) const { return g.key_blocks - jb; }
+    __device__ __forceinline__ u32 own() const { return last_of(block.key0 / BN); }
+    // Whether the keys from key0 on are seen by rows from i0 on, if earlier keys are.
+    __device__ __forceinline__ bool reaches(int key0, int i0) const { return key0 < g.f.sk && !(MASK >= 1 && key0 - g.f.hi_off >= i0 + BM); }
+    __device__ __forceinline__ void await(int h, int i0, u32 count) const {
+        u32 now;
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(of(h, i0)) : "memory");
+        while (now != count);
+    }
+    __device__ __forceinline__ void await(int h, int i0) const {
+        if (reaches(block.key0 + BN, i0)) await(h, i0, own() - 1);
+    }
+    __device__ __forceinline__ void pass(int h, int i0, u32 count) const { asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], %1;" ::"l"(of(h, i0)), "r"(count) : "memory"); }
+
+    __device__ __forceinline__ void await_all(const Room& room) const {
+        u32 parity = 0;
+        for (Walk walk(block, g.f); walk.more(); walk.step(), parity ^= 1) {
+            const int h = walk.h, i0 = walk.i0();
+            await(h, i0);
+            // Every phase of a barrier is seen before the next one ends.
+            if (h != block.hk * g.f.group_size || walk.x) bar_wait(room.seen(), parity ^ 1);
+            bar_arrive(room.turn());
+        }
+    }
+    __device__ __forceinline__ void pass_all(const Room& room) const {
+        u32 parity = 0;
+        for (Walk walk(block, g.f); walk.more(); walk.step(), parity ^= 1) {
+            bar_wait(room.added(), parity);
+            bar_arrive(room.seen());
+            pass(walk.h, walk.i0(), own());
+        }
+    }
+};
+#endif
+
 #if FENCED
 // This thread's share of whether something of the block is not finite: a row that is marked, or in K or V.
 DEV bool is_odd(const BackwardHopperArgs& g, const Room& room, const Block& block) {
@@ -185,6 +240,16 @@ DEV bool is_odd(const BackwardHopperArgs& g, const Room& room, const Block& bloc
 // Another kernel makes the gradients of this block; also for `tw_bwd_dq`. What was asked for must arrive before the block ends.
 DEV void leave_out(const BackwardHopperArgs& g, const Room& room, const Block& block) {
     if (threadIdx.x < BN / 16) odd_keys_of(g.g, block.b * g.g.kv_heads + block.hk)[block.key0 / 16 + threadIdx.x] = 1;
+#if TURNS
+    if (threadIdx.x == 0) {
+        ((u32*)g.g.turns)[TURN_LEFT] = 1;
+        const Turns turns{g.g, block};
+        for (Walk walk(block, g.g.f); walk.more(); walk.step()) {
+            turns.await(walk.h, walk.i0());
+            turns.pass(walk.h, walk.i0(), turns.own());
+        }
+    }
+#endif
     const int steps = block.count * g.g.f.group_size;
     for (int s = 0; s < min(QST, steps); ++s) {
         bar_wait(room.q_full(s), 0);
@@ -223,6 +288,9 @@ struct Consumer {
     Ring<QST> qr;
     Ring<DST> gr;
     int place = 0; // of the strips
+#if TURNS && !CARE
+    u32 turn = 0; // parity
+#endif
 
     template <int N> static __device__ __forceinline__ void clear(float (&x)[N][4]) {
 #pragma unroll
@@ -318,10 +386,18 @@ struct Consumer {
     // The sums lie as the accumulators do: see dq_block in fa2.cu and `store_dq` in hopper.rs.
     __device__ __forceinline__ void add_dq(const float (&dq)[QN / 8][4], int h, int i0) {
         const int warp = (tid >> 5) * GROUPS + group;
+#if TURNS && !CARE
+        bar_wait(room.turn(), turn);
+        turn ^= 1;
+#endif
         float* to = (float*)g.dq_acc + ((i64)(block.b * g.f.heads + h) * g.rows_padded + i0) * TP + (warp * (QN / 8) * 32 + lane) * 4;
 #pragma unroll
         for (int n = 0; n < QN / 8; ++n)
             asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to + n * 128), "f"(dq[n][0]), "f"(dq[n][1]), "f"(dq[n][2]), "f"(dq[n][3]) : "memory");
+#if TURNS && !CARE
+        __syncwarp();
+        if (lane == 0) bar_arrive(room.added());
+#endif
     }
 
     // One step: rows [i0, i0 + BM) of query head h. `later`: not the first one.
@@ -365,31 +441,21 @@ struct Consumer {
             settle(dv);
             bar_arrive(room.go_empty(gr.stage));
         }
-        if (STRIPS) {
-            leave(strip_ds, ds);
-            async_fence();
-            group_sync<GROUPS * 128>(ALL_BAR);
-        }
-#if DQ
+        leave(strip_ds, ds);
+        async_fence();
+        group_sync<GROUPS * 128>(ALL_BAR);
         float dq[QN / 8][4];
         product_dq(dq, strip_ds, room.k);
-#endif
         if (WIDE) along<VN>(dv, p, strip_p, go);
         along<KN>(dk, ds, strip_ds, q);
         // dK, and in wide tiles dV, run on.
-#if DQ
         products_wait<(WIDE ? 2 : 1)>();
         settle(dq);
-#else
-        if (!EARLY && !WIDE) products_wait<1>();
-#endif
         if (!EARLY && !WIDE) {
             settle(dv);
             bar_arrive(room.go_empty(gr.stage));
         }
-#if DQ
         add_dq(dq, h, i0);
-#endif
         qr.step();
         gr.step();
     }
@@ -497,15 +563,30 @@ struct Consumer {
                 if (is_hidden(s[n][e])) dp[n][e] = 0.f;
         hide(dp, key, i0 + in);
         pack(p, dp);
-        if (STRIPS) leave(strip_ds, p);
+        leave(strip_ds, p);
         async_fence();
         group_sync<GROUPS * 128>(ALL_BAR);
-#if DQ
         float dq[QN / 8][4];
         product_dq(dq, strip_ds, room.k + zero);
         products_wait<0>();
         settle(dq);
+#if TURNS
+        // Blocks that were left out add after all others, in the same order.
+        const Turns turns{g, block};
+        const bool keeps = group == 0 && tid == 0;
+        const u32* const left_out = odd_keys_of(g, block.b * g.kv_heads + block.hk);
+        if (keeps)
+            for (int key = block.key0 + BN; turns.reaches(key, i0); key += BN)
+                if (left_out[key / 16]) {
+                    turns.await(h, i0, g.key_blocks + turns.last_of(key / BN));
+                    break;
+                }
+        group_sync<GROUPS * 128>(ALL_BAR);
+#endif
         add_dq(dq, h, i0);
+#if TURNS
+        group_sync<GROUPS * 128>(ALL_BAR);
+        if (keeps) turns.pass(h, i0, g.key_blocks + turns.own());
 #endif
         if (WIDE) along<VN>(dv, p, strip_p, go);
         along<KN>(dk, p, strip_ds, q);
@@ -618,6 +699,11 @@ DEV void begin_bars(const Room& room) {
         bar_init(room.go_full(s), 1);
         bar_init(room.go_empty(s), GROUPS * 128);
     }
+#if TURNS
+    bar_init(room.turn(), 1);
+    bar_init(room.added(), GROUPS * 4);
+    bar_init(room.seen(), 1);
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     async_fence();
 }
@@ -632,16 +718,32 @@ extern "C" __global__ void __launch_bounds__(NT, 1) tw_bwd_hopper(const __grid_c
         const Block block(g.g, number);
         return odd_keys_of(g.g, block.b * g.g.kv_heads + block.hk)[block.key0 / 16] != 0;
     };
+#if TURNS
+    u32* const words = (u32*)g.g.turns;
+    if (words[TURN_LEFT] == 0) return;
+    if (threadIdx.x == 0) begin_bars(room);
+    __syncthreads();
+#else
     bool any = false;
     for (int x = blockIdx.x + (int)threadIdx.x * (int)gridDim.x; x < blocks; x += NT * (int)gridDim.x) any |= left_out(x);
     if (threadIdx.x == 0) begin_bars(room);
     if (!__syncthreads_or(any)) return;
+#endif
     if (warpgroup == 0) {
         registers_give<GIVE>();
     } else {
         registers_take<TAKE>();
         u32 keys = 0, rows = 0;
+#if TURNS
+        for (;;) {
+            if (warpgroup == 1 && tid == 0) store_word(room.number(), atomicAdd(words + TURN_CARE, 1));
+            group_sync<GROUPS * 128>(ALL_BAR);
+            const int x = lds32(room.number());
+            group_sync<GROUPS * 128>(ALL_BAR);
+            if (x >= blocks) break;
+#else
         for (int x = blockIdx.x; x < blocks; x += gridDim.x) {
+#endif
             if (!left_out(x)) continue;
             const Block block(g.g, x);
             Consumer consumer{g.g, room, block, warpgroup - 1, tid, tid & 31, g.g.f.scale * LOG2E};
@@ -649,12 +751,22 @@ extern "C" __global__ void __launch_bounds__(NT, 1) tw_bwd_hopper(const __grid_c
         }
     }
 #else
+#if TURNS
+    if (threadIdx.x == 0) {
+        store_word(room.number(), atomicAdd((u32*)g.g.turns + TURN_NEXT, 1));
+        begin_bars(room);
+    }
+    __syncthreads();
+    const Block block(g.g, lds32(room.number()));
+    if (threadIdx.x == 0) bring_first(g, room, block);
+#else
     const Block block(g.g, blockIdx.x);
     if (threadIdx.x == 0) {
         begin_bars(room);
         bring_first(g, room, block);
     }
     __syncthreads();
+#endif
 #if FENCED
     if (__syncthreads_or(is_odd(g, room, block))) {
         leave_out(g, room, block);
@@ -664,6 +776,10 @@ extern "C" __global__ void __launch_bounds__(NT, 1) tw_bwd_hopper(const __grid_c
     if (warpgroup == 0) {
         registers_give<GIVE>();
         if (threadIdx.x == 0) produce(g, room, block);
+#if TURNS
+        if (threadIdx.x == 32) Turns{g.g, block}.await_all(room);
+        if (threadIdx.x == 64) Turns{g.g, block}.pass_all(room);
+#endif
     } else {
         registers_take<TAKE>();
         Consumer consumer{g.g, room, block, warpgroup - 1, tid, tid & 31, g.g.f.scale * LOG2E};

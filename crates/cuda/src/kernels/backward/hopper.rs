@@ -2,9 +2,22 @@
 
 use tilewise_core::DType;
 
+use crate::backward::Sums;
+
 use super::super::hopper::COMPUTE;
 use super::super::{Family, Mask, Score, Spec, Variant};
 use super::fa2;
+
+/// Words before those of `turns` that each row block of a head has: TURN_WORDS in `common.cu`.
+const TURN_WORDS: u64 = 32;
+
+/// Bytes of `turns` for `cells` rows, those of all heads: a word for each row block of dQ's sums.
+pub fn turns(cells: u64) -> u64 {
+    (TURN_WORDS + cells / u64::from(TURN_ROWS)) * 4
+}
+
+/// Rows a word of `turns`: TURN_ROWS in `common.cu`, and those of every tile.
+const TURN_ROWS: u32 = 64;
 
 /// How a block of `tw_bwd_hopper` is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,22 +79,19 @@ impl Tile {
         padded.next_multiple_of(if self.wide { 128 } else { 64 })
     }
 
-    /// Shared memory of a block in bytes, with or without dQ: K, V, the rings, what passes through of P
+    /// Shared memory of a block in bytes, with or without [`Sums::turns`]: K, V, the rings, what passes through of P
     /// and dS, L and Δ, barriers, a bit for each key and two words more.
-    fn shared(&self, spec: &Spec, dq: bool) -> u32 {
+    fn shared(&self, spec: &Spec, sums: Sums) -> u32 {
         let [k, v] = [spec.padded, spec.padded_v].map(|padded| self.columns(padded) * 2);
         let (q, go) = self.stages;
-        let strips = match (self.wide, dq) {
-            (true, _) => 2,
-            (false, true) => 1,
-            (false, false) => 0,
-        };
+        let strips = if self.wide { 2 } else { 1 };
         self.keys * (k + v)
             + self.rows * (q * k + go * v)
             + 2 * strips * self.keys * self.rows * 2
             + (q + go) * self.rows * 4
             + 16
             + (q + go) * 16
+            + if sums == Sums::Ordered { 32 } else { 0 }
             + self.keys / 8
             + 8
     }
@@ -113,21 +123,28 @@ pub fn tile(spec: &Spec) -> Option<Tile> {
         .find(|tile| served && widest <= tile.up_to)
 }
 
-/// The gradients for `spec`, without `dq` only those of k and v, on a device of compute capability
+/// How a call that asks for `sums` sums dQ up: by turns also where that is the faster way (as measured on
+/// an H200), without a mask up to head_dim 64.
+pub fn sums(spec: &Spec, sums: Sums) -> Sums {
+    let fast = spec.mask == Mask::Full && spec.padded.max(spec.padded_v) <= 64;
+    if fast { Sums::Ordered } else { sums }
+}
+
+/// The gradients for `spec` with dQ's sums as `sums` says, on a device of compute capability
 /// `compute` with `limit` bytes of shared memory a block; `None` where `fa2.cu` is to serve.
-pub fn gradients(spec: &Spec, limit: u32, compute: i32, dq: bool) -> Option<(Variant, Tile)> {
-    let tile = tile(spec).filter(|tile| compute == COMPUTE && tile.shared(spec, dq) <= limit)?;
-    Some((tile.variant(spec, dq, false), tile))
+pub fn gradients(spec: &Spec, limit: u32, compute: i32, sums: Sums) -> Option<(Variant, Tile)> {
+    let tile = tile(spec).filter(|tile| compute == COMPUTE && tile.shared(spec, sums) <= limit)?;
+    Some((tile.variant(spec, sums, false), tile))
 }
 
 impl Tile {
     /// The kernel for blocks that [`gradients`]' leaves out because it found NaN or infinity in them: where
     /// a bound may hide such a value.
-    pub fn careful(&self, spec: &Spec, dq: bool) -> Option<Variant> {
-        (spec.mask != Mask::Full).then(|| self.variant(spec, dq, true))
+    pub fn careful(&self, spec: &Spec, sums: Sums) -> Option<Variant> {
+        (spec.mask != Mask::Full).then(|| self.variant(spec, sums, true))
     }
 
-    fn variant(&self, spec: &Spec, dq: bool, careful: bool) -> Variant {
+    fn variant(&self, spec: &Spec, sums: Sums, careful: bool) -> Variant {
         let tile = self;
         // Inputs that are not aligned are laid out anew, and outputs may lie anyhow.
         let spec = Spec {
@@ -143,7 +160,7 @@ impl Tile {
                 ("BN", tile.keys as i32),
                 ("QST", tile.stages.0 as i32),
                 ("DST", tile.stages.1 as i32),
-                ("DQ", i32::from(dq)),
+                ("TURNS", i32::from(sums == Sums::Ordered)),
                 ("WIDE", i32::from(tile.wide)),
                 ("EARLY", i32::from(tile.early)),
                 ("CARE", i32::from(careful)),
@@ -151,23 +168,20 @@ impl Tile {
                 ("TAKE", REGISTERS[1] as i32),
             ],
             THREADS,
-            tile.shared(&spec, dq),
+            tile.shared(&spec, sums),
         )
     }
 }
 
-/// Every kernel that `spec` may need where this family serves it, `fa2::dq` excepted.
+/// Every kernel that `spec` may need where this family serves it.
 pub fn variants(spec: &Spec, limit: u32, compute: i32) -> Vec<Variant> {
-    let both = [true, false].map(|dq| gradients(spec, limit, compute, dq));
+    let ways = [Sums::Atomic, Sums::Ordered];
+    let both = ways.map(|sums| gradients(spec, limit, compute, sums));
     let Some((_, tile)) = both[0] else {
         return Vec::new();
     };
     let mut all: Vec<_> = both.into_iter().flatten().map(|found| found.0).collect();
-    all.extend(
-        [true, false]
-            .into_iter()
-            .filter_map(|dq| tile.careful(spec, dq)),
-    );
+    all.extend(ways.into_iter().filter_map(|sums| tile.careful(spec, sums)));
     for aligned in [true, false] {
         let spec = Spec { aligned, ..*spec };
         all.push(tile.store_dq(&spec));
@@ -192,9 +206,9 @@ mod tests {
         assert!((give + GROUPS * take) * 128 <= launched);
         for tile in TILES {
             let spec = Spec::plain(DType::F16, tile.up_to);
-            assert!(tile.shared(&spec, true) <= shared_limit(COMPUTE));
+            assert!(tile.shared(&spec, Sums::Ordered) <= shared_limit(COMPUTE));
             // Panels start at multiples of 1024 bytes, and sixteen keys or rows are one step of a product.
-            assert_eq!(tile.rows, 64);
+            assert_eq!(tile.rows, TURN_ROWS);
             assert_eq!(fa2::ROW_PADDING % tile.rows as usize, 0);
             assert_eq!(tile.keys, if tile.wide { 64 } else { GROUPS * 64 });
             // A tile's last products must not wait for a tile that waits for them.

@@ -66,6 +66,10 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_co
     // Kernels that make dK and dV mark keys.
     const i64 words = odd_keys_of(g, g.kv_pairs) - odd_keys_of(g, 0);
     for (i64 x = (i64)blockIdx.x * 256 + threadIdx.x; x < words; x += (i64)gridDim.x * 256) odd_keys_of(g, 0)[x] = 0;
+    if (g.turns) {
+        const i64 turns = TURN_WORDS + (i64)a.pairs * (g.rows_padded / TURN_ROWS);
+        for (i64 x = (i64)blockIdx.x * 256 + threadIdx.x; x < turns; x += (i64)gridDim.x * 256) ((u32*)g.turns)[x] = 0;
+    }
     if (g.dq_acc) {
         float4* to = (float4*)g.dq_acc + at * (DP / 4);
 #pragma unroll
