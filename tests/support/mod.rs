@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use tilewise::cpu::{CpuBackend, Isa};
-use tilewise::{BackendKind, DType, Engine, open};
+use tilewise::{BackendKind, DType, Engine, Error, Result, open};
 use tilewise_testkit::Sizes;
 pub(crate) use tilewise_testkit::{Case, Data, Noise, Sequences, cases};
 
@@ -29,6 +29,16 @@ pub(crate) fn engines() -> Vec<(String, Engine)> {
         }
     }
     engines
+}
+
+/// What a backend made, or `None` where it refused by name what it does not have. Only the CPU has everything,
+/// and no other error is a refusal: a kernel that fails must not look like one that is not there.
+pub(crate) fn unless_refused<T>(name: &str, result: Result<T>) -> Option<T> {
+    match result {
+        Ok(made) => Some(made),
+        Err(Error::Unsupported { .. }) if !name.starts_with("cpu") => None,
+        Err(error) => panic!("{name}: {error}"),
+    }
 }
 
 /// Any problem of that dtype.
