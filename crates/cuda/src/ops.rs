@@ -390,6 +390,9 @@ pub fn forward(
 /// not touched while the stream is captured, by whichever thread, unless a capture begins there just as the
 /// last clone of the backend is dropped.
 ///
+/// The kernels are the backend's, and are unloaded with its last clone: one has to live until `stream` has passed
+/// what was queued, and as long as a graph that the call was captured in is launched.
+///
 /// # Errors
 /// Shapes and dtypes that do not fit `problem`, what [`supports`] refuses, lengths of sequences, alibi_slopes
 /// and sinks while `stream` is captured, and failures of the driver.
