@@ -140,12 +140,40 @@ impl MaskRule {
         }
     }
 
-    /// Number of live (row, key) pairs.
+    /// Number of live (row, key) pairs, in a time that does not depend on it.
     pub fn live_pairs(&self) -> u128 {
-        if self.left.is_none() && self.right.is_none() {
-            return self.seqlen_q as u128 * self.seqlen_k as u128;
-        }
-        (0..self.seqlen_q).map(|i| self.row(i).len() as u128).sum()
+        let (Some(first), last) = self.live_rows(&(0..self.seqlen_q)) else {
+            return 0;
+        };
+        let ends = match self.right {
+            Some(right) => self.sum_of_places(first, last, self.off + right + 1),
+            None => (last - first + 1) as u128 * self.seqlen_k as u128,
+        };
+        let starts = self
+            .left
+            .map(|left| self.sum_of_places(first, last, self.off - left));
+        ends - starts.unwrap_or(0)
+    }
+
+    /// Σ of i + c, no less than 0 and no more than the keys, over the rows `first..=last`.
+    fn sum_of_places(&self, first: usize, last: usize, c: i128) -> u128 {
+        let (first, last, n) = (first as i128, last as i128, self.seqlen_k as i128);
+        // Below `rise` the places are 0, from `level` on they are n.
+        let (rise, level) = (first.max(1 - c), (n - c).clamp(first, last + 1));
+        let count = (level - rise).max(0) as u128;
+        let risen = match count {
+            0 => 0,
+            _ => {
+                let both = (rise + c + level - 1 + c) as u128;
+                // One of the two is even.
+                if count % 2 == 0 {
+                    count / 2 * both
+                } else {
+                    count * (both / 2)
+                }
+            }
+        };
+        risen + (last + 1 - level) as u128 * n as u128
     }
 }
 
@@ -185,6 +213,31 @@ mod tests {
         (!options.causal || j <= at)
             && options.window_left.is_none_or(|l| j >= at - l as i64)
             && options.window_right.is_none_or(|r| j <= at + r as i64)
+    }
+
+    /// Counting row by row would take years.
+    #[test]
+    fn pairs_of_any_lengths_are_counted_at_once() {
+        let n = usize::MAX >> 1;
+        let pairs = |options: &Options, rows, keys| MaskRule::new(options, rows, keys).live_pairs();
+        let causal = Options::new().causal(true);
+        let wide = n as u128;
+        assert_eq!(pairs(&Options::new(), n, n), wide * wide);
+        assert_eq!(pairs(&causal, n, n), wide * (wide + 1) / 2);
+        assert_eq!(pairs(&causal, 3, n), 3 * wide - 3);
+        assert_eq!(pairs(&causal.clone().window_left(1), n, n), 2 * wide - 1);
+        assert_eq!(
+            pairs(&Options::new().window_left(0).window_right(0), 5, n),
+            5
+        );
+        let whole = Options::new()
+            .window_left(usize::MAX)
+            .window_right(usize::MAX);
+        assert_eq!(
+            pairs(&whole, usize::MAX, usize::MAX),
+            (usize::MAX as u128).pow(2)
+        );
+        assert_eq!(pairs(&causal, n, 0) + pairs(&causal, 0, n), 0);
     }
 
     proptest! {

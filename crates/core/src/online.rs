@@ -161,9 +161,10 @@ impl<'a, T: Element> KeyBlock<'a, T> {
         }
     }
 
-    /// The absolute positions of the keys.
+    /// The absolute positions of the keys. Those beyond what can be counted, which [`check`](Self::check)
+    /// refuses, are cut off.
     pub fn keys(&self) -> Range<usize> {
-        self.first_key..self.first_key + self.k.shape()[2]
+        self.first_key..self.first_key.saturating_add(self.k.shape()[2])
     }
 
     /// Checks the block against the problem that its state was begun with.

@@ -219,6 +219,9 @@ impl<'a, T: Copy> TensorView<'a, T> {
     }
 
     /// One row as a slice, if its elements are neighbours in memory.
+    ///
+    /// # Panics
+    /// If the row is outside the shape.
     pub fn contiguous_row(&self, b: usize, h: usize, s: usize) -> Option<&'a [T]> {
         if self.shape[3] == 0 {
             return Some(&[]);
@@ -251,7 +254,8 @@ impl<'a, T: Copy> TensorView<'a, T> {
     /// The same elements seen as `shape`: axes of size 1 are repeated by a stride of 0.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an axis is neither 1 nor the size wanted.
+    /// [`Error::Shape`] if an axis is neither 1 nor the size wanted; [`Error::View`] if there are more elements than
+    /// can be counted.
     pub fn broadcast_to(&self, shape: [usize; 4]) -> Result<Self> {
         let mut wide = *self;
         for (axis, &size) in shape.iter().enumerate() {
