@@ -59,6 +59,10 @@ pub trait Backend: Send + Sync + Debug {
     /// `problem` must be the one that `inputs` pose ([`Problem::new`]); `out` is
     /// `[batch, num_heads, seqlen_q, head_dim_v]` in the inputs' dtype, `lse`
     /// `[batch, num_heads, seqlen_q]` as a view whose last axis is 1. Every element of both is written.
+    ///
+    /// # Errors
+    /// Those of [`supports`](Self::supports); [`Error::DType`] and [`Error::Shape`] for tensors that do not
+    /// fit; [`Error::OutOfMemory`]; [`Error::Backend`] where a device fails.
     fn forward(
         &self,
         problem: &Problem,
@@ -106,6 +110,9 @@ pub trait Backend: Send + Sync + Debug {
     }
 
     /// A running state for `problem`, through which keys can be streamed in chunks.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], naming what cannot be streamed; [`Error::OutOfMemory`].
     fn begin(&self, problem: &Problem) -> Result<Box<dyn RunningState>>;
 }
 
@@ -130,15 +137,30 @@ pub struct AnyKeyBlock<'a> {
 /// keeps it.
 pub trait RunningState: Send {
     /// Folds keys into the state.
+    ///
+    /// # Errors
+    /// Those of [`KeyBlock::check`](crate::KeyBlock::check) for keys that do not fit the problem: the state then
+    /// stays as it was. [`Error::OutOfMemory`]; [`Error::Backend`] where a device fails.
     fn absorb(&mut self, block: &AnyKeyBlock<'_>) -> Result<()>;
 
     /// Joins the state of other keys of the same rows, from any backend.
+    ///
+    /// # Errors
+    /// Those of [`HostState::check`]; [`Error::OutOfMemory`]; [`Error::Backend`] where a device fails.
     fn merge(&mut self, other: &HostState) -> Result<()>;
 
     /// The state as host arrays.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Backend`] where a device fails.
     fn export(&self) -> Result<HostState>;
 
-    /// Writes O = Õ/ℓ and L = m + ln ℓ.
+    /// Writes O = Õ/ℓ, `[batch, num_heads, seqlen_q, head_dim_v]` in the problem's dtype, and L = m + ln ℓ,
+    /// `[batch, num_heads, seqlen_q]` as a view whose last axis is 1. A row that saw no key gives 0 and −∞.
+    ///
+    /// # Errors
+    /// [`Error::DType`] and [`Error::Shape`] for outputs that do not fit; [`Error::OutOfMemory`];
+    /// [`Error::Backend`] where a device fails.
     fn finish(
         self: Box<Self>,
         out: AnyTensorMut<'_>,

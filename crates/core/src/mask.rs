@@ -166,7 +166,7 @@ impl MaskRule {
             _ => {
                 let both = (rise + c + level - 1 + c) as u128;
                 // One of the two is even.
-                if count % 2 == 0 {
+                if count.is_multiple_of(2) {
                     count / 2 * both
                 } else {
                     count * (both / 2)

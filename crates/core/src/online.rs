@@ -35,7 +35,8 @@ pub trait OnlineSoftmax {
     type Block<'a>;
     /// What the finished rows are written to, or returned as.
     type Output<'a>;
-    /// What can go wrong.
+    /// What can go wrong in any of the methods: what was handed over does not fit the spec, or memory or a
+    /// device fails.
     type Error;
 
     /// m = −∞, ℓ = 0, Õ = 0: no key seen yet.
