@@ -9,6 +9,13 @@
 //! dQ = scale · dX K       dK = scale · dXᵀ Q      dbias = Σ dS     dsink = −Σ e^(sink − L) Δ
 //! ```
 //!
+//! A row keeps a key if it sees it, with a score above −∞, and dropout leaves it. rowsum(dO ∘ O) stands for
+//! rowsum(P ∘ dP), the sum over the keys that the row keeps (Dao et al. 2022, appendix B.4): where it keeps
+//! none, because all are hidden or dropped, out is 0 whatever dO is, and Δ = −dlse even if dO is NaN or
+//! infinite. dO is then in no gradient. Otherwise NaN in dO, or in a value that the row keeps, makes Δ NaN, and
+//! with it dq of the row and dk of all keys that it sees, dropped ones too; dv has NaN of dO where the row keeps
+//! the key.
+//!
 //! P is not stored by the forward pass: it is made again from `lse`, P = e^(S − L) (Dao 2023,
 //! section 3.1.2). dK and dV are summed over the query heads that share a head, dbias over the axes
 //! along which the bias was broadcast.

@@ -72,6 +72,47 @@ impl<T: Element> Setting<T> {
         (self.out, self.lse) = forward(&self.problem(), &self.inputs());
     }
 
+    /// With NaN in a few places of q, k and v and in every eighth row of dout, and with dropout, where there
+    /// is any, so strong that rows with few keys keep none. The forward pass is to be run anew.
+    pub fn poisoned(mut self, seed: u64) -> Self {
+        let mut noise = Noise(seed ^ 0xBAD0);
+        let nan = T::from_f64(f64::NAN);
+        let hides = self.data.bias.is_some();
+        for (tensor, scored) in [
+            (&mut self.data.q, true),
+            (&mut self.data.k, true),
+            (&mut self.data.v, false),
+        ] {
+            // A bias of −∞ on a score of NaN hides nothing by definition, and to some kernels does.
+            if tensor.shape.contains(&0) || (scored && hides) {
+                continue;
+            }
+            for _ in 0..noise.below(3) {
+                let at = tensor.at(tensor.shape.map(|size| noise.below(size)));
+                tensor.data[at] = nan;
+            }
+        }
+        let width = self.out_shape[3];
+        for row in self.dout.chunks_mut(width.max(1)) {
+            if noise.below(8) == 0 {
+                row[noise.below(width)] = nan;
+            }
+        }
+        self.options = match self.options.get_dropout() {
+            Some(Dropout::Philox { seed, offset, .. }) => {
+                let p = 0.8;
+                self.options.dropout(Dropout::Philox { p, seed, offset })
+            }
+            _ => self.options,
+        };
+        if let Some((keep, _)) = &mut self.keep {
+            for kept in keep {
+                *kept &= u8::from(noise.below(4) == 0);
+            }
+        }
+        self
+    }
+
     /// The tensors of the forward pass, the keep mask included.
     pub fn inputs(&self) -> Inputs<'_, T> {
         let keep = self.keep.as_ref();

@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
+use num_traits::Float as _;
+
 use super::transfer;
 use crate::dtype::Element;
 use crate::error::Result;
 use crate::inputs::Inputs;
-use crate::observe::{Finish, Observer, Operation, Product, Tensor, Tile};
+use crate::observe::{Finish, NoObserver, Observer, Operation, Product, Tensor, Tile};
 use crate::problem::{Problem, Sequence};
 use crate::tile::{TileBlock, TileSpec};
 use crate::view::TensorView;
@@ -42,34 +44,12 @@ pub(super) fn for_each_group<T: Element>(
     mut each: impl FnMut(&[Head<'_, '_, T>]) -> Result<()>,
 ) -> Result<()> {
     let dims = problem.dims();
-    let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
-    let bias = match inputs.bias {
-        Some(bias) => Some((bias.broadcast_to(full)?, bias.shape())),
-        None => None,
-    };
-    let mask = match inputs.mask {
-        Some(mask) => Some((mask.broadcast_to(full)?, mask.shape())),
-        None => None,
-    };
-    let keep = match inputs.keep_mask {
-        Some(keep) => Some((keep.broadcast_to(full)?, keep.shape())),
-        None => None,
-    };
-    for (sequence_index, sequence) in problem.sequences().iter().enumerate() {
+    let group = dims.group();
+    for sequence in 0..problem.sequences().len() {
         for kv_head in 0..dims.num_kv_heads {
-            let group = dims.group();
-            let heads: Vec<_> = (kv_head * group..(kv_head + 1) * group)
-                .map(|index| Head {
-                    problem,
-                    inputs,
-                    bias,
-                    mask,
-                    keep,
-                    sequence,
-                    sequence_index,
-                    index,
-                })
-                .collect();
+            let heads = (kv_head * group..(kv_head + 1) * group)
+                .map(|index| Head::new(problem, inputs, sequence, index))
+                .collect::<Result<Vec<_>>>()?;
             each(&heads)?;
         }
     }
@@ -85,6 +65,36 @@ pub(super) struct Chip<T: Element> {
     bias: Vec<T::Acc>,
     mask: Vec<u8>,
     keep: Vec<u8>,
+}
+
+impl<'p, 'a, T: Element> Head<'p, 'a, T> {
+    /// Query head `index` of sequence number `sequence_index`. Pages have been gathered.
+    pub(super) fn new(
+        problem: &'p Problem,
+        inputs: &'p Inputs<'a, T>,
+        sequence_index: usize,
+        index: usize,
+    ) -> Result<Self> {
+        let dims = problem.dims();
+        let full = [dims.batch, dims.num_heads, dims.seqlen_q, dims.seqlen_k];
+        fn spread<U: Copy>(
+            view: Option<TensorView<'_, U>>,
+            full: [usize; 4],
+        ) -> Result<Option<(TensorView<'_, U>, [usize; 4])>> {
+            view.map(|view| Ok((view.broadcast_to(full)?, view.shape())))
+                .transpose()
+        }
+        Ok(Head {
+            problem,
+            inputs,
+            bias: spread(inputs.bias, full)?,
+            mask: spread(inputs.mask, full)?,
+            keep: spread(inputs.keep_mask, full)?,
+            sequence: &problem.sequences()[sequence_index],
+            sequence_index,
+            index,
+        })
+    }
 }
 
 impl<T: Element> Head<'_, '_, T> {
@@ -211,6 +221,25 @@ impl<T: Element> Head<'_, '_, T> {
             mask: self.mask.is_some().then_some(&chip.mask[..]),
             keep: self.keep.is_some().then_some(&chip.keep[..]),
         }
+    }
+
+    /// Whether row `row` of the sequence keeps a key: sees it, with a score above −∞, and dropout leaves it.
+    pub(super) fn keeps_a_key(&self, row: usize) -> Result<bool> {
+        let rows = row..row + 1;
+        let spec = self.spec(&rows);
+        let keys = self.problem.mask_rule(self.sequence).row(row);
+        let tile = self.tile(&spec, row, (0, keys));
+        let (mut chip, observer) = (Chip::default(), &mut NoObserver);
+        self.load_q(&mut chip, &rows, observer);
+        self.load_k(&mut chip, &tile.keys, observer);
+        self.load_modifiers(&mut chip, &tile, observer);
+        self.load_keep(&mut chip, &tile, observer);
+        let block = self.block(&chip, &tile);
+        let mut scores = Vec::new();
+        spec.scores(&block, &mut scores)?;
+        let hidden = T::Acc::neg_infinity();
+        let mut scores = scores.iter().enumerate();
+        Ok(scores.any(|(key, &s)| s != hidden && spec.kept(&block, 0, key).is_some()))
     }
 
     /// Position in [`Problem::sequences`].

@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
+use num_traits::Float as _;
 use tilewise_core::Element;
+use tilewise_core::schedule::backward::keeps_a_key;
 
 use super::call::{Call, Room};
 use super::kernel::Weights;
@@ -145,6 +147,13 @@ impl<T: Element> Call<'_, T> {
                     0 => T::Acc::default(),
                     _ => (self.more.row_dot)(dv, x.at, x.key, y.at, y.key),
                 };
+                // out may be 0 because the row keeps no key, and 0 · NaN is not. The call has been checked.
+                if !sum.is_finite() {
+                    let given = &self.inputs.inputs;
+                    if let Ok(false) = keeps_a_key(self.problem, given, at.sequence, h, row) {
+                        sum = T::Acc::default();
+                    }
+                }
                 let place = [b, h, sequence.q_start + row, 0];
                 if let Some(dlse) = &self.inputs.dlse {
                     sum -= <T::Acc as Element>::from_f64(dlse.at(place).into());

@@ -100,7 +100,7 @@ pub(super) fn tiled<T: Element>(
                 let silent = &mut NoObserver;
                 if delta_once {
                     arrived.load_dout(inputs, head, &rows, observer);
-                    arrived.delta(inputs, head, &rows, observer, &mut delta);
+                    arrived.delta(inputs, head, &rows, observer, &mut delta)?;
                     observer.delta(&Delta {
                         sequence: head.sequence_index(),
                         head: head.index(),
@@ -110,7 +110,7 @@ pub(super) fn tiled<T: Element>(
                     observer.store(transfer::<T::Acc>(Tensor::Delta, rows.len()));
                 } else {
                     arrived.load_dout(inputs, head, &rows, silent);
-                    arrived.delta(inputs, head, &rows, silent, &mut delta);
+                    arrived.delta(inputs, head, &rows, silent, &mut delta)?;
                 }
                 deltas[n * seqlen_q + rows.start..][..rows.len()].copy_from_slice(&delta);
             }
@@ -152,7 +152,7 @@ pub(super) fn tiled<T: Element>(
                         observer.load(transfer::<T::Acc>(Tensor::Delta, rows.len()));
                         observer.load(transfer::<f32>(Tensor::Lse, rows.len()));
                     } else {
-                        arrived.delta(inputs, head, &rows, observer, &mut delta);
+                        arrived.delta(inputs, head, &rows, observer, &mut delta)?;
                         observer.load(transfer::<T::Acc>(Tensor::M, rows.len()));
                         observer.load(transfer::<T::Acc>(Tensor::L, rows.len()));
                         // P = e^(S − m)/ℓ.

@@ -18,6 +18,8 @@ mod tile;
 
 use std::ops::Range;
 
+use num_traits::Float as _;
+
 use super::head::{Head, copy_rows};
 use super::{BlockSizes, transfer};
 use crate::algorithm::Algorithm;
@@ -94,7 +96,7 @@ impl<T: Element> Arrived<T> {
         observer.load(transfer::<T>(Tensor::DOut, self.dout.len()));
     }
 
-    /// Δ = rowsum(dO ∘ O) − dlse; dO must have been loaded.
+    /// Δ = rowsum(dO ∘ O) − dlse, or −dlse alone of a row that keeps no key; dO must have been loaded.
     fn delta(
         &mut self,
         inputs: &BackwardInputs<'_, T>,
@@ -102,7 +104,7 @@ impl<T: Element> Arrived<T> {
         rows: &Range<usize>,
         observer: &mut impl Observer,
         delta: &mut Vec<T::Acc>,
-    ) {
+    ) -> Result<()> {
         let place @ [b, h, start] = head.q_place();
         copy_rows(&inputs.out, place, rows, &mut self.out);
         observer.load(transfer::<T>(Tensor::Out, self.out.len()));
@@ -115,15 +117,41 @@ impl<T: Element> Arrived<T> {
         let width = inputs.out.shape()[3];
         observer.operations(Operation::DeltaTerm, rows.len() * width);
         delta.clear();
-        delta.extend((0..rows.len()).map(|r| {
+        for (r, i) in rows.clone().enumerate() {
             let row = r * width..(r + 1) * width;
-            let sum = crate::tile::dot(&self.dout[row.clone()], &self.out[row]);
-            match self.dlse.get(r) {
+            let mut sum = crate::tile::dot(&self.dout[row.clone()], &self.out[row]);
+            // out may be 0 because the row has no part of any value, and 0 · NaN is not.
+            if !sum.is_finite() && !head.keeps_a_key(i)? {
+                sum = T::Acc::default();
+            }
+            delta.push(match self.dlse.get(r) {
                 Some(&dlse) => sum - dlse,
                 None => sum,
-            }
-        }));
+            });
+        }
+        Ok(())
     }
+}
+
+/// Whether row `row` of sequence number `sequence` keeps a key of `head`: sees it, with a score above −∞,
+/// and dropout leaves it. Of a row that keeps none no gradient depends on dO: see
+/// [`backward`](crate::backward). Backends ask where Δ = rowsum(dO ∘ O) is not finite.
+///
+/// `problem` must be the one that `inputs` pose, and pages have been [gathered](crate::gather).
+///
+/// # Errors
+/// If they do not fit each other.
+///
+/// # Panics
+/// If there is no such sequence, head or row.
+pub fn keeps_a_key<T: Element>(
+    problem: &Problem,
+    inputs: &Inputs<'_, T>,
+    sequence: usize,
+    head: usize,
+    row: usize,
+) -> Result<bool> {
+    Head::new(problem, inputs, sequence, head)?.keeps_a_key(row)
 }
 
 /// dbias and dsinks while they are summed up.
