@@ -9,6 +9,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use tilewise_core::backend::Backend;
 use tilewise_core::observe::NoObserver;
+use tilewise_core::schedule::backward::keeps_a_key;
 use tilewise_core::schedule::{self, BlockSizes};
 use tilewise_core::{
     Algorithm, Alignment, BackwardInputs, Dropout, Element, Error, GradientJudge, Gradients,
@@ -434,6 +435,11 @@ mod softcaps_and_scales {
     }
 }
 
+/// A value a head.
+fn each(x: f32, heads: usize) -> Vec<f32> {
+    (0..heads).map(|h| x * (h + 1) as f32 / 2.0).collect()
+}
+
 /// An option of the score, of the sums or of the weights.
 fn modifiers(heads: usize) -> impl Strategy<Value = Options> {
     (
@@ -443,7 +449,7 @@ fn modifiers(heads: usize) -> impl Strategy<Value = Options> {
         proptest::option::weighted(0.4, (0.0f64..0.9, any::<u64>(), any::<u64>())),
     )
         .prop_map(move |(cap, slope, sink, drop)| {
-            let each = move |x: f32| (0..heads).map(|h| x * (h + 1) as f32 / 2.0).collect();
+            let each = move |x: f32| each(x, heads);
             Options::new()
                 .softcap(cap)
                 .alibi_slopes(slope.map(each))
@@ -616,6 +622,249 @@ mod nan_reaches_what_sees_it_in_f32 {
     use super::*;
 
     in_each_way!(any_poisoned_problem::<f32>);
+}
+
+/// What a problem is made with: options, used lengths, and the seed of the rest.
+type Asked = (Options, Option<Vec<i32>>, u64);
+
+/// NaN throughout dO of the rows that keep no key, because all are hidden or dropped.
+fn nan_where_no_key_is_kept<T: Element>(d: usize, (options, used, seed): Asked) -> Setting<T> {
+    let (shape, parts) = (sizes([2, 2, 1], [70, 50], d), Parts { cu: None, used });
+    let mut setting = Setting::<T>::new(shape, options, parts, seed).modified(seed);
+    let problem = Problem::new(&setting.inputs(), &setting.options).unwrap();
+    let keeps = |row: usize| {
+        let (b, h, i) = (row / 140, row / 70 % 2, row % 70);
+        keeps_a_key(&problem, &setting.inputs(), b, h, i).unwrap()
+    };
+    let rows: Vec<usize> = (0..280).filter(|&row| !keeps(row)).collect();
+    assert!(!rows.is_empty() && rows.len() < 280, "{} rows", rows.len());
+    for row in rows {
+        setting.dout[row * d..][..d].fill(T::from_f64(f64::NAN));
+    }
+    setting
+}
+
+/// No gradient has any of it.
+fn takes_no_nan<T: Element>(
+    backend: &CudaBackend,
+    d: usize,
+    asked: Asked,
+    ways: &[(Algorithm, Sums)],
+) {
+    let setting = nan_where_no_key_is_kept::<T>(d, asked);
+    setting.check(backend, ways).unwrap();
+    for &(algorithm, sums) in ways {
+        let gradients = setting.run(&backend.clone().sums(sums), algorithm).unwrap();
+        assert!(is_finite(&gradients), "{algorithm} {sums:?}");
+    }
+}
+
+fn is_finite<T: Element>(gradients: &Gradients<T>) -> bool {
+    let all = [&gradients.dq, &gradients.dk, &gradients.dv];
+    let mut sinks = gradients.dsinks.iter().flatten();
+    let mut all = all.into_iter().flatten();
+    all.all(|x| x.to_f64().is_finite()) && sinks.all(|x| x.is_finite())
+}
+
+mod rows_that_keep_no_key_take_nothing_of_dout {
+    use super::*;
+
+    on_gpu! {
+        beside_sinks_in_bf16: takes_no_nan::<bf16>(64, sinks(), WAYS);
+        beside_sinks_in_f32: takes_no_nan::<f32>(64, sinks(), WAYS);
+        beside_sinks_d128: takes_no_nan::<f16>(128, sinks(), WAYS);
+        beside_sinks_d256: takes_no_nan::<bf16>(256, sinks(), WAYS);
+        beside_sinks_d272: takes_no_nan::<f32>(272, sinks(), WIDE_WAYS);
+        dropout_in_bf16: takes_no_nan::<bf16>(64, dropout(7), WAYS);
+        dropout_in_f32: takes_no_nan::<f32>(64, dropout(7), WAYS);
+        dropout_d320: takes_no_nan::<bf16>(320, dropout(7), WIDE_WAYS);
+        dropout_by_a_mask: takes_no_nan::<bf16>(64, dropout(1), WAYS);
+        bias_mask_and_dropout: takes_no_nan::<bf16>(64, dropout(12), WAYS);
+        bias_mask_and_dropout_d33: takes_no_nan::<f32>(33, dropout(12), WAYS);
+    }
+
+    #[test]
+    fn beside_sinks_by_portable_kernels() {
+        let name = "rows_that_keep_no_key_take_nothing_of_dout::beside_sinks_by_portable_kernels";
+        let Some(backend) = portable(name) else {
+            return;
+        };
+        takes_no_nan::<bf16>(&backend, 64, sinks(), &WAYS[..2]);
+    }
+
+    /// By the schedules of the core, which need no GPU.
+    #[test]
+    fn as_the_papers_write_it() {
+        for asked in [sinks(), dropout(7), dropout(1), dropout(12)] {
+            let setting = nan_where_no_key_is_kept::<f32>(33, asked);
+            let given = setting.backward();
+            let problem = given.problem(&setting.options).unwrap();
+            let judge = GradientJudge::new(&problem, &given);
+            for algorithm in Algorithm::ALL {
+                let mut gradients = Gradients::filled(&problem, &given.inputs, f64::NAN).unwrap();
+                let views = gradients.views_mut().unwrap();
+                let blocks = BlockSizes::new(16, 16).unwrap();
+                schedule::backward::backward(
+                    algorithm,
+                    &problem,
+                    &given,
+                    blocks,
+                    &mut NoObserver,
+                    views,
+                )
+                .unwrap();
+                assert!(is_finite(&gradients), "{algorithm}");
+                for found in judge.compare(&gradients.views_mut().unwrap()).unwrap() {
+                    assert!(found.pass, "{algorithm} {found:?}");
+                }
+            }
+        }
+    }
+
+    /// Rows above the diagonal, and those of a sequence without keys.
+    fn sinks() -> Asked {
+        let options = Options::new().causal(true).sinks(vec![0.5, -1.0]);
+        (options, Some(vec![0, 40]), 1)
+    }
+
+    /// By Philox, or by a mask where `seed` leaves a remainder of 0 or 1 by 5.
+    fn dropout(seed: u64) -> Asked {
+        let dropout = Dropout::Philox {
+            p: 0.7,
+            seed: 5,
+            offset: 6,
+        };
+        let options = Options::new().causal(true).window_left(2);
+        (options.dropout(dropout), None, seed)
+    }
+}
+
+/// Drawn by `nan_reaches_what_sees_it` once: a NaN in dO of a row that keeps no key became one of dsinks, or of
+/// dq through Δ.
+mod drawn_rows_that_keep_no_key {
+    use super::*;
+
+    macro_rules! drawn {
+        ($($name:ident: $t:ty, $algorithm:ident, $sums:ident, $problem:expr;)*) => {$(
+            #[test]
+            fn $name() {
+                let test = concat!(module_path!(), "::", stringify!($name));
+                any_poisoned_problem::<$t>(test, (Algorithm::$algorithm, Sums::$sums), $problem).unwrap();
+            }
+        )*};
+    }
+
+    drawn! {
+        sinks_alone: bf16, Fa1, Ordered, (
+            sizes([1, 6, 2], [66, 113], 64),
+            Options::new()
+                .alignment(Alignment::TopLeft)
+                .alibi_slopes(each(0.0017033309, 6))
+                .sinks(each(1.9711297, 6)),
+            used(&[0]),
+            9313066669234129343,
+        );
+        sinks_of_some: bf16, Fa2, Ordered, (
+            sizes([2, 2, 1], [115, 158], 64),
+            Options::new()
+                .causal(true)
+                .sinks(each(-0.6592258, 2))
+                .dropout(philox(0.333186282604313, 14392734148936500833, 11202544257282789910)),
+            used(&[0, 79]),
+            12728249981160234235,
+        );
+        sinks_in_a_window: bf16, Fa2, Atomic, (
+            sizes([1, 4, 2], [73, 173], 128),
+            top_left()
+                .window_left(30)
+                .sinks(each(-1.6951197, 4))
+                .dropout(philox(0.526725750491101, 9373132153708130369, 6978516944063362956)),
+            used(&[0]),
+            15448212352459714868,
+        );
+        sinks_and_softcap: bf16, Fa1, Ordered, (
+            sizes([2, 1, 1], [134, 223], 64),
+            top_left()
+                .softcap(14.6922854411449)
+                .sinks(each(1.501_254_1, 1))
+                .dropout(philox(0.6982680685019921, 15157963571840975065, 6572408677394206809)),
+            used(&[0, 111]),
+            15893977233229070972,
+        );
+        packed_by_a_mask: bf16, Fa1, Ordered, (
+            sizes([1, 6, 2], [58, 65], 128),
+            Options::new()
+                .causal(true)
+                .window_left(38)
+                .window_right(92)
+                .dropout(philox(0.7914539600680319, 8302207285544471656, 7519604140544700214)),
+            packed(&[0, 19, 19, 58], &[0, 32, 32, 52]),
+            13781970138625233943,
+        );
+        packed_in_a_window: bf16, Fa1, Ordered, (
+            sizes([1, 4, 2], [32, 27], 64),
+            Options::new()
+                .alignment(Alignment::TopLeft)
+                .window_left(11)
+                .alibi_slopes(each(0.74533564, 4))
+                .dropout(philox(0.8191227249997867, 10911834309424945540, 13505037708267887120)),
+            packed(&[0, 10, 10, 32], &[0, 13, 13, 22]),
+            15605726680819617074,
+        );
+        four_rows: bf16, Standard, Ordered, (
+            sizes([1, 4, 2], [4, 42], 64),
+            top_left()
+                .window_left(51)
+                .dropout(philox(0.7875585288716387, 14788859756024217247, 14975027486103883097)),
+            Parts::default(),
+            13565156854394158759,
+        );
+        rows_before_the_keys: bf16, Fa2, Atomic, (
+            sizes([1, 2, 2], [117, 83], 64),
+            top_left().dropout(philox(0.7241371430545506, 8692075772000672556, 15857249826568478410)),
+            Parts::default(),
+            12168583562759641661,
+        );
+        a_mask_of_one_byte: f32, Fa2, Ordered, (
+            sizes([2, 4, 2], [120, 186], 64),
+            Options::new()
+                .alibi_slopes(each(0.99713004, 4))
+                .dropout(philox(0.8964111114651542, 9352467869324973244, 10993846707434692670)),
+            Parts::default(),
+            4800376144529865423,
+        );
+        used_by_a_mask: bf16, Fa2, Ordered, (
+            sizes([2, 2, 2], [129, 166], 128),
+            Options::new()
+                .causal(true)
+                .alibi_slopes(each(0.42989117, 2))
+                .dropout(philox(0.6324957540486547, 15606775345073534081, 17268636897864897192)),
+            used(&[0, 83]),
+            12340170884577715491,
+        );
+    }
+
+    fn top_left() -> Options {
+        Options::new().causal(true).alignment(Alignment::TopLeft)
+    }
+
+    fn philox(p: f64, seed: u64, offset: u64) -> Dropout {
+        Dropout::Philox { p, seed, offset }
+    }
+
+    fn used(used: &[i32]) -> Parts {
+        Parts {
+            cu: None,
+            used: Some(used.to_vec()),
+        }
+    }
+
+    fn packed(q: &[i32], k: &[i32]) -> Parts {
+        Parts {
+            cu: Some((q.to_vec(), k.to_vec())),
+            used: None,
+        }
+    }
 }
 
 mod any_problem_in_bf16 {

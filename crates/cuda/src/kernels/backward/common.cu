@@ -228,8 +228,10 @@ template <bool KEYROWS, int MT, int NTL> struct Kept {
 // Nothing is lost with those of Q and K, for a row that sees one has L = NaN, so that all of its dS are NaN (without a softcap: an
 // infinite score is hidden if it is negative). Those of dO go to the dV of the keys that see them by addition.
 //
-// `prepare` leaves marks for the rows: L = NaN; delta = NaN if dO is not finite or the row sees such a V; L = UNSEEN if a row sees nothing but q or dO is
-// not finite. Blocks that meet no mark and no such K or V run loops that know nothing of all this.
+// `prepare` leaves marks for the rows: L = NaN; delta = NaN if the row keeps a key (sees it, and dropout leaves it) and dO or such a
+// key's V is not finite; L = UNSEEN if a row sees nothing but q or, without a sink, dO is not finite. A row that keeps no key has
+// no part of dO in any gradient: delta is -dlse then, and only `odd_rows` says that its dO is not finite. Blocks that meet no mark
+// and no such K or V run loops that know nothing of all this.
 #define FENCED (MASK >= 1 || SCORE == 2 || DROPOUT)
 #define UNSEEN 0x7fc00001u
 #define QUIET_NAN __int_as_float(0x7fffffff)

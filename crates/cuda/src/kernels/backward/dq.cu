@@ -60,7 +60,7 @@ template <bool CAREFUL> DEV bool gradients_of_rows(const Grads& g, char* smem) {
     }
     bool odd = false;
     if (FENCED && !CAREFUL) {
-        odd = is_nan(lse2[0]) || is_nan(lse2[1]) || is_nan(delta[0]) || is_nan(delta[1]);
+        odd = odd_rows(g, pair, i0, i0 + BM, tid, NT);
         if (jmax >= jmin)
             for (int x = jmin * BN / 16 + tid; x <= key_hi / 16; x += NT) odd |= odd_keys_of(g, b * g.kv_heads + hk)[x] != 0;
     }

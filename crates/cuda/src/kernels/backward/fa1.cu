@@ -127,9 +127,10 @@ template <bool CAREFUL> DEV bool gradients_of_keys(const Grads& g, char* smem, i
                 }
 #pragma unroll
                 for (int x = 16; x; x >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-                if (CAREFUL && !is_finite(sum)) sum = QUIET_NAN;
                 const int i = i0 + r;
-                if (lane == 0) delta[r] = i < a.sq && g.dlse.ptr && ((const float*)a.l)[pair * g.rows_padded + i] != 0.f ? sum - *((const float*)g.dlse.ptr + b * g.dlse.sb + h * g.dlse.sh + (i64)i * g.dlse.ss) : sum;
+                // `prepare` knows whether dO is in any gradient of the row.
+                if (CAREFUL && lane == 0 && !is_finite(sum)) delta[r] = ((const float*)g.delta)[pair * g.rows_padded + i];
+                else if (lane == 0) delta[r] = i < a.sq && g.dlse.ptr && ((const float*)a.l)[pair * g.rows_padded + i] != 0.f ? sum - *((const float*)g.dlse.ptr + b * g.dlse.sb + h * g.dlse.sh + (i64)i * g.dlse.ss) : sum;
             }
             __syncthreads();
             if (does_s) {

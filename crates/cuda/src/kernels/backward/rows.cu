@@ -4,7 +4,39 @@
 // PART 5, zero: rows that belong to no sequence.
 
 #if PART == 0
-extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_constant__ Grads g) {
+// out of a row that keeps no key is 0 whatever dO is, so that dO is in no gradient: delta has no terms there, where dO O would have
+// been NaN. Whether there is such a row is asked only where delta is NaN and L is not; the call comes last, so that it costs others no register.
+static __device__ __noinline__ void mend_delta(const Grads& g) {
+    const Args& a = g.f;
+    const int lane = threadIdx.x % LANES;
+    const i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) / LANES;
+    const int pair = (int)(at / g.rows_padded), row = (int)(at % g.rows_padded), b = pair / a.heads, h = pair - b * a.heads;
+    // Lane 0 wrote them.
+    const bool asked = lane == 0 && row < a.sq && is_nan(((const float*)g.delta)[at]) && !is_nan(((const float*)g.lse2)[at]);
+    bool keeps = false;
+    if (__shfl_sync(0xffffffffu, (int)asked, 0, LANES)) {
+        // This kernel is made for no mask, score or dropout: what the call has is seen in its arguments.
+        const Span span = span_of(a);
+        const Score sc = score_head(a, a.seq0 + b, b, h, 0, 0);
+        const elem* q = (const elem*)a.q.ptr + b * a.q.sb + h * a.q.sh + (i64)row * a.q.ss;
+        const elem* k = (const elem*)a.k.ptr + b * a.k.sb + h / a.group_size * a.k.sh;
+        const int last = min(a.sk - 1, row + a.hi_off);
+        for (int j = max(0, row + a.lo_off) + lane; j <= last && !keeps; j += LANES) {
+            if (hidden_at(sc, a, span, row, j) || !kept_at(sc, a, span, row, j)) continue;
+            float s = 0.f;
+            for (int e = 0; e < a.d; ++e) s += to_float(q[e * a.q.sd]) * to_float(k[j * a.k.ss + e * a.k.sd]);
+            keeps = score_at(s, sc, a, span, row, j) != NEG_INF;
+        }
+    }
+#pragma unroll
+    for (int x = LANES / 2; x; x >>= 1) keeps |= __shfl_xor_sync(0xffffffffu, (int)keeps, x) != 0;
+    if (!asked || keeps) return;
+    const float dlse = g.dlse.ptr ? *((const float*)g.dlse.ptr + b * g.dlse.sb + h * g.dlse.sh + (i64)row * g.dlse.ss) : 0.f;
+    ((float*)g.delta)[at] = is_finite(dlse) ? -dlse : QUIET_NAN;
+}
+
+// As many blocks as without that call, whose registers would be the kernel's otherwise.
+extern "C" __global__ void __launch_bounds__(256, 6) tw_bwd_prepare(const __grid_constant__ Grads g) {
     const Args& a = g.f;
     const int lane = threadIdx.x % LANES;
     const i64 at = ((i64)blockIdx.x * 256 + threadIdx.x) / LANES;
@@ -75,6 +107,8 @@ extern "C" __global__ void __launch_bounds__(256) tw_bwd_prepare(const __grid_co
 #pragma unroll
         for (int x = lane; x < DP / 4; x += LANES) to[x] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
+    // The marks stay: dO is not finite.
+    if (marked) mend_delta(g);
 }
 #endif
 
