@@ -16,10 +16,10 @@ use tilewise_core::{
 
 use crate::backend::{CudaBackend, Results, Uploaded, upload};
 use crate::error::{driver, unsupported};
-use crate::kernels::decode::{Chosen, chunk_keys, variant};
+use crate::kernels::decode::{Blocks, Chosen, chunk_keys, may_be_once, variant};
 use crate::kernels::{Mask, Score, Spec, pad};
 use crate::raw::{self, Shape};
-use crate::rooms::{COUNTERS, MOST_SHARED, Rooms, States, Workspace};
+use crate::rooms::{COUNTERS, Rooms, States, Workspace};
 use crate::view::{DeviceView, DeviceViewMut, aligned};
 
 /// Rows of a group (its heads times seqlen_q) up to which keys are split.
@@ -128,10 +128,6 @@ pub(crate) struct Placed {
     pub(crate) pages: usize,
 }
 
-/// States of a head up to which the last block that ends joins them; a second kernel reads more of them at
-/// once.
-const MOST_JOINED: usize = 16;
-
 /// The kernels of one kind of call, loaded.
 #[derive(Debug)]
 pub(crate) struct Ready {
@@ -144,8 +140,14 @@ pub(crate) struct Ready {
 struct Key {
     spec: Spec,
     two: bool,
-    paged: bool,
+    blocks: Blocks,
 }
+
+/// Keys and values of so many times the second-level cache pass it by, as far as it lets them: what it holds
+/// else need not be written back first. Of more than that they make it slower (docs/PERFORMANCE.md).
+const ONCE_CACHES: u64 = 5;
+/// Heads up to which several blocks may share one: more of them fill any device.
+const MOST_SHARED: u64 = 1 << 14;
 
 /// What one call leaves for the next: kernels, found without making their names, and memory.
 #[derive(Debug, Default)]
@@ -172,13 +174,13 @@ impl Known {
             return Ok(Arc::clone(ready));
         }
         drop(known);
-        let chosen =
-            variant(&key.spec, backend.shared_limit(), rows, key.paged).ok_or_else(|| {
-                unsupported(format!(
-                    "head_dim {} in {} within this device's shared memory",
-                    key.spec.padded, key.spec.dtype
-                ))
-            })?;
+        let limit = backend.shared_limit();
+        let chosen = variant(&key.spec, limit, rows, key.blocks).ok_or_else(|| {
+            unsupported(format!(
+                "head_dim {} in {} within this device's shared memory",
+                key.spec.padded, key.spec.dtype
+            ))
+        })?;
         let ready = Arc::new(Ready {
             function: backend.modules().get(&chosen.variant)?,
             merge: backend.modules().get(&chosen.merge)?,
@@ -300,17 +302,24 @@ pub(crate) fn run(
             && aligned(&placed.o, dims.out_shape(), dtype),
         ..Spec::plain(dtype, padded)
     };
+    let pairs = count * dims.num_kv_heads;
+    let key_bytes = (pairs * longest * (dims.head_dim + dims.head_dim_v) * dtype.size()) as u64;
+    let chunks = longest.div_ceil(chunk_keys(longest, dims.num_kv_heads));
     let key = Key {
         spec,
         // Of no consequence for any bit: both have the same warps, and a row meets the same operations.
         two: most_rows > 16,
-        paged,
+        blocks: Blocks {
+            paged,
+            alone: (pairs * most_rows.div_ceil(16) * chunks) as u64 <= backend.multiprocessors(),
+            once: most_rows <= 16
+                && may_be_once(&spec, paged)
+                && key_bytes <= ONCE_CACHES * backend.l2_bytes(),
+        },
     };
     let ready = backend.known().get(backend, key, most_rows)?;
     let block_rows = ready.chosen.rows as usize;
     let row_blocks = most_rows.div_ceil(block_rows).max(1);
-    let pairs = count * dims.num_kv_heads;
-    let chunks = longest.div_ceil(chunk_keys(longest));
     let heads = (pairs * row_blocks) as u64;
     let room = backend.multiprocessors() * u64::from(ready.chosen.blocks);
     let parts = match heads <= MOST_SHARED {
@@ -321,7 +330,7 @@ pub(crate) fn run(
         Lengths::Uniform(_) => chunks,
         Lengths::Each(list) => list
             .iter()
-            .map(|s| (s.sk as usize).div_ceil(chunk_keys(s.sk as usize)))
+            .map(|s| (s.sk as usize).div_ceil(chunk_keys(s.sk as usize, dims.num_kv_heads)))
             .max()
             .unwrap_or(0),
     };
@@ -418,13 +427,9 @@ pub(crate) fn run(
     args.sinks = within(at_sinks);
 
     let rooms = &backend.known().rooms;
-    let joined = most_chunks <= MOST_JOINED;
     let states = if parts > 1 {
         let slots = heads * most_chunks as u64 * args.rows as u64;
-        let room = rooms.take(stream, heads, slots * (u64::from(padded) + 2) * 4)?;
-        if joined {
-            args.ended = room.ptr();
-        }
+        let room = rooms.take(stream, 0, slots * (u64::from(padded) + 2) * 4)?;
         // Õ first: its rows are read in sixteen-byte pieces.
         args.acc = room.ptr() + COUNTERS;
         args.m = args.acc + slots * u64::from(padded) * 4;
@@ -441,27 +446,25 @@ pub(crate) fn run(
     };
     // SAFETY: the function was compiled from this crate's source and takes one `Decode`. The caller
     // checked shapes against the problem, so that every address the kernel forms lies in the tensors and
-    // workspaces named in `args`; those outlive the launch on this stream, and counters are 0.
+    // workspaces named in `args`; those outlive the launch on this stream.
     unsafe { raw::launch(stream, &ready.function, shape, &args) }
         .map_err(|e| driver(&format!("launching {}", variant.name), e))?;
     if let Some(states) = states {
-        if !joined {
-            let blocks = (pairs * most_rows) as u64 * u64::from(padded.div_ceil(32));
-            let shape = Shape {
-                grid: (blocks as u32, 1),
-                threads: ready.chosen.merge.threads,
-                shared: 0,
-            };
-            // SAFETY: as above; the dependent kernel waits for the one before it.
-            let launched = unsafe {
-                if backend.launches_dependents() {
-                    raw::launch_dependent(stream, ready.merge.cu_function(), shape, &args)
-                } else {
-                    raw::launch(stream, &ready.merge, shape, &args)
-                }
-            };
-            launched.map_err(|e| driver(&format!("launching {}", ready.chosen.merge.name), e))?;
-        }
+        let blocks = (pairs * most_rows) as u64 * u64::from(padded.div_ceil(32));
+        let shape = Shape {
+            grid: (blocks as u32, 1),
+            threads: ready.chosen.merge.threads,
+            shared: 0,
+        };
+        // SAFETY: as above; every block of the dependent kernel waits for the end of the one before it.
+        let launched = unsafe {
+            if backend.launches_dependents() {
+                raw::launch_dependent(stream, ready.merge.cu_function(), shape, &args)
+            } else {
+                raw::launch(stream, &ready.merge, shape, &args)
+            }
+        };
+        launched.map_err(|e| driver(&format!("launching {}", ready.chosen.merge.name), e))?;
         rooms.give(states);
     }
     drop(small_room);

@@ -231,6 +231,16 @@ impl Modules {
                 )
                 .map_err(|e| driver("cuFuncSetAttribute", e))?;
         }
+        if matches!(variant.entry, "tw_split" | "tw_decode_merge") {
+            // A multiprocessor divides its memory between cache and shared memory for all blocks it has: these
+            // kernels run beside others that take most of it as shared memory, and must agree.
+            function
+                .set_attribute(
+                    CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                    100,
+                )
+                .map_err(|e| driver("cuFuncSetAttribute", e))?;
+        }
         Ok(function)
     }
 }

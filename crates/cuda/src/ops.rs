@@ -560,17 +560,43 @@ pub(crate) fn launch<B: raw::Block>(
     args: &B,
 ) -> Result<()> {
     let function = backend.modules().get(variant)?;
-    let shape = Shape {
-        grid: (grid.0 as u32, grid.1 as u32),
-        threads: variant.threads,
-        shared: variant.shared,
-    };
+    let shape = shape(variant, grid);
     // SAFETY: `function` was compiled from this variant's source and takes one `B`. The callers in
     // this crate checked shapes, so that every address the kernel forms lies in the tensors and
     // workspaces named in `args`; those are kept alive by the views' guards, or are freed on this
     // same stream and so after the launch.
     unsafe { raw::launch(stream, &function, shape, args) }
         .map_err(|e| driver(&format!("launching {}", variant.name), e))
+}
+
+fn shape(variant: &Variant, grid: (u64, u64)) -> Shape {
+    Shape {
+        grid: (grid.0 as u32, grid.1 as u32),
+        threads: variant.threads,
+        shared: variant.shared,
+    }
+}
+
+/// As [`launch`], for `fa2` behind the kernel that makes pairs of f16: where `args.s` says so, blocks wait
+/// for their head's pairs themselves.
+fn launch_beside(
+    backend: &CudaBackend,
+    stream: &Arc<CudaStream>,
+    variant: &Variant,
+    blocks: u64,
+    args: &Args,
+) -> Result<()> {
+    if args.s == 0 {
+        return launch(backend, stream, variant, (blocks, 1), args);
+    }
+    let function = backend.modules().get(variant)?;
+    // SAFETY: as in `launch`. A block waits for the counts of the pairs that it reads, and the last one for the
+    // end of the kernel that makes them.
+    unsafe {
+        let shape = shape(variant, (blocks, 1));
+        raw::launch_dependent(stream, function.cu_function(), shape, args)
+    }
+    .map_err(|e| driver(&format!("launching {}", variant.name), e))
 }
 
 /// Bytes of workspace that `fa2` takes.
@@ -603,13 +629,13 @@ fn run_fa2_forward(
     let limit = backend.shared_limit();
     let wide = pad(dims.head_dim.max(dims.head_dim_v)).is_none();
     let mut spec = *spec;
+    spec.sequences = sequences::needed(problem);
     let pairs = if splits(problem, Algorithm::Fa2) {
         spec.pairs = true;
         Some(crate::split::pairs(backend, stream, &mut args, &spec)?)
     } else {
         None
     };
-    spec.sequences = sequences::needed(problem);
     let hopper = hopper::serves(backend, problem, &spec)?;
     if let Some(kernel) = hopper.as_ref().filter(|_| !spec.sequences) {
         hopper::run_dense(backend, stream, problem, args, &spec, kernel)?;
@@ -680,7 +706,7 @@ pub(crate) fn run_fa2(
         args.pairs_per_group = pairs_per_group(problem, args.sk as usize, backend.l2_bytes());
     }
     let blocks = args.row_blocks as u64 * args.pairs as u64;
-    launch(backend, stream, &variant, (blocks, 1), &args)
+    launch_beside(backend, stream, &variant, blocks, &args)
 }
 
 /// Memory on the stream, freed on it.

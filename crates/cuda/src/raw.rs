@@ -110,7 +110,6 @@ pub struct Decode {
     pub m: u64,
     pub l: u64,
     pub acc: u64,
-    pub ended: u64,
     pub kv_heads: i32,
     pub group: i32,
     pub sq: i32,
@@ -257,8 +256,8 @@ pub unsafe fn launch<B: Block>(
 /// device can do that (compute capability 9.0 and later); it must wait for that one by itself.
 ///
 /// # Safety
-/// As [`launch`], and the kernel must begin with `griddepcontrol.wait` where it is compiled for such a
-/// device.
+/// As [`launch`], and where the kernel is compiled for such a device it must wait by itself for what it reads of
+/// the one ahead of it, and one of its blocks until that one has ended (`griddepcontrol.wait`).
 pub unsafe fn launch_dependent<B: Block>(
     stream: &CudaStream,
     function: sys::CUfunction,
@@ -304,10 +303,10 @@ mod tests {
         assert_eq!(size_of::<Args>(), words + 24 * 4);
         assert_eq!(std::mem::offset_of!(Args, batch), words);
         assert_eq!(std::mem::offset_of!(Args, scale), words + 21 * 4);
-        // 6 tensors, 9 words of 8 bytes, 20 of 4 bytes.
-        assert_eq!(std::mem::offset_of!(Decode, kv_heads), 6 * 40 + 9 * 8);
-        assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 9 * 8 + 18 * 4);
-        assert_eq!(size_of::<Decode>(), 6 * 40 + 9 * 8 + 20 * 4);
+        // 6 tensors, 8 words of 8 bytes, 20 of 4 bytes.
+        assert_eq!(std::mem::offset_of!(Decode, kv_heads), 6 * 40 + 8 * 8);
+        assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 8 * 8 + 18 * 4);
+        assert_eq!(size_of::<Decode>(), 6 * 40 + 8 * 8 + 20 * 4);
     }
 
     #[test]

@@ -19,11 +19,8 @@ use crate::error::{allocation, driver};
 const MOST_KEPT: u64 = 64 << 20;
 /// And for so many streams.
 const MOST_ROOMS: usize = 16;
-/// Heads up to which several blocks may share one. Each has a counter of the blocks that have ended at
-/// the start of a room; all of them are 0 while nothing runs.
-pub(crate) const MOST_SHARED: u64 = 1 << 14;
-/// Bytes of these counters.
-pub(crate) const COUNTERS: u64 = MOST_SHARED * 4;
+/// Bytes of counters at the start of a room; all of them are 0 while nothing runs.
+pub(crate) const COUNTERS: u64 = 256;
 /// The handle by which each thread means a stream of its own.
 const PER_THREAD: usize = 2;
 
@@ -132,11 +129,11 @@ impl States<'_> {
 pub(crate) struct Rooms(Mutex<Vec<Room>>);
 
 impl Rooms {
-    /// Counters that are 0, of `heads` heads at least, and `bytes` behind [`COUNTERS`] bytes.
+    /// `counters` words that are 0, as many as [`COUNTERS`] bytes at most, and `bytes` behind those.
     pub(crate) fn take<'a>(
         &self,
         stream: &'a Arc<CudaStream>,
-        heads: u64,
+        counters: u64,
         bytes: u64,
     ) -> Result<States<'a>> {
         let what = "the states of chunks of keys";
@@ -149,7 +146,9 @@ impl Rooms {
             // What a graph's memory holds when it runs is not known, and what one thread left on the
             // stream that every thread has by this handle is not ordered before another's.
             let own = Workspace::new(stream, what, bytes)?;
-            clear(stream, own.ptr, heads * 4)?;
+            if counters > 0 {
+                clear(stream, own.ptr, counters * 4)?;
+            }
             return Ok(States::Own(own));
         }
         let mut rest = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -366,6 +366,37 @@ fn a_row_does_not_depend_on_its_batch() {
     }
 }
 
+/// Pairs of f16 of a large f32 problem are made while its first rows are on their way, those of a small one
+/// before: a head has the same bits in both, with every head's keys in its own count.
+#[test]
+fn f32_rows_wait_for_the_pairs_of_their_head() {
+    let Some(backend) = gpu("f32_rows_wait_for_the_pairs_of_their_head") else {
+        return;
+    };
+    for (d, sk, causal) in [(64, 1025, true), (128, 700, false), (256, 333, true)] {
+        // Three times what it takes to make them beside.
+        let kv = (48 << 20) / (2 * 4 * 2 * sk * d);
+        let shape = dims(2, 2 * kv, kv, 65, sk, d);
+        let data = Data::<f32>::new(shape, d as u64);
+        let options = Options::new().causal(causal);
+        let (out, lse) = run(&backend, &data.inputs(), &options, Algorithm::Fa2).unwrap();
+        let rows = |values: &[f32], n: usize, width: usize| values[n * width..][..width].to_vec();
+        for (b, head) in [(0, 0), (0, kv - 1), (1, kv / 2), (1, kv - 1)] {
+            let (n, kv_n) = (b * 2 * kv + 2 * head, b * kv + head);
+            let alone = Data {
+                dims: dims(1, 2, 1, 65, sk, d),
+                q: rows(&data.q, n / 2, 2 * 65 * d),
+                k: rows(&data.k, kv_n, sk * d),
+                v: rows(&data.v, kv_n, sk * d),
+            };
+            let (one, one_lse) = run(&backend, &alone.inputs(), &options, Algorithm::Fa2).unwrap();
+            verdict(&alone.inputs(), &options, &one, &one_lse).unwrap();
+            assert_eq!(bits(&one), bits(&out[n * 65 * d..][..2 * 65 * d]), "d {d}");
+            assert_eq!(bits(&one_lse), bits(&lse[n * 65..][..2 * 65]), "d {d}");
+        }
+    }
+}
+
 #[test]
 fn calls_from_many_threads_do_not_disturb_each_other() {
     let name = "calls_from_many_threads_do_not_disturb_each_other";

@@ -4,15 +4,15 @@
 // pass over K and V serves them all. Each warp takes every WARPS-th step of keys through a cp.async pipeline of its own
 // and keeps a state (m, l, O~) of its own: no barrier stands between a warp and its next load.
 //
-// The keys are cut into chunks at absolute positions that follow from seqlen_k alone. At the end of a chunk the warps' states are
+// The keys are cut into chunks at absolute positions that follow from seqlen_k and the number of K and V heads alone. At the end of a chunk the warps' states are
 // joined in order, and the chunk's state is folded into what came before it. A block takes `parts`-th of a head's chunks: the
-// first block folds as it goes, the others write each chunk's state. Few of them are folded by whichever block ends last, many by
-// the blocks of tw_decode_merge, in the same order by the same arithmetic. So the bits depend neither on how many blocks shared a
-// head nor on the batch.
+// first block folds as it goes, the others write each chunk's state, and the blocks of tw_decode_merge fold those, in the same
+// order by the same arithmetic. So the bits depend neither on how many blocks shared a head nor on the batch.
 //
 //   WARPS   WM x 16 rows a block   STEP keys a step   STAGES steps a warp has in flight, one less while it computes   CHUNK keys at least a chunk
 //   XC columns of O~ exchanged at a time   QREG 1 = Q fragments stay in registers   PAGED 1 = K and V are pages behind a table
 //   MERGE 1 = tw_decode_merge in place of tw_decode
+//   ONCE 1 = K and V go first when the second-level cache needs room
 //   SCORE 1 = scale, softcap, ALiBi, bias and boolean mask are applied to each score   MINB blocks a multiprocessor
 
 #define BM (WM * 16)
@@ -49,7 +49,6 @@ struct Decode {
     u64 table;              // int [batch, width]
     u64 slopes, sinks;      // f32 [heads], or 0
     u64 m, l, acc;          // states of chunks: f32 [slot, rows], [slot, rows], [slot, rows, DP]
-    u64 ended;              // u32 [pair, row block]: how many of a head's blocks have ended, 0 before and after; 0 = tw_decode_merge follows
     int kv_heads, group, sq, sk, d, dv;
     int left, right;        // key j is live for query i iff i + diag - left <= j <= i + diag + right
     int bottom_right;       // diag = sk - sq, else 0
@@ -74,11 +73,14 @@ struct Group {
 DEV int first_key(const Decode& a, const Group& w, int i) { return max(0, i + w.diag - a.left); }
 DEV int last_key(const Decode& a, const Group& w, int i) { return min(w.s.sk - 1, i + w.diag + a.right); }
 
-// The rule of `decode::chunk_keys`.
-DEV int chunk_keys(int sk) {
-    int least = (sk + MOST_CHUNKS - 1) / MOST_CHUNKS;
+// The rule of `decode::chunk_keys`; divisions by constants.
+DEV int chunk_keys(int sk, int heads) {
+    const int least = heads >= 8 ? (sk + 31) / 32 : heads >= 4 ? (sk + 63) / 64 : (sk + 127) / 128;
     return max(CHUNK, (least + CHUNK_UNIT - 1) / CHUNK_UNIT * CHUNK_UNIT);
 }
+
+// Which of the group's chunks a part begins with: both are few, so that their product is no large number.
+DEV int cut(const Decode& a, const Group& w, int part) { return (part * w.chunks + a.parts - 1) / a.parts; }
 
 DEV Group group_of(const Decode& a, int pair, int rb) {
     Group w;
@@ -91,16 +93,21 @@ DEV Group group_of(const Decode& a, int pair, int rb) {
     w.r1 = min(w.r0 + BM, w.rows);
     if (w.r0 >= w.r1) return w;
     w.diag = a.bottom_right ? w.s.sk - w.s.sq : 0;
-    const bool wraps = w.r0 / w.s.sq != (w.r1 - 1) / w.s.sq;
-    const int i0 = wraps ? 0 : w.r0 % w.s.sq, i1 = wraps ? w.s.sq - 1 : (w.r1 - 1) % w.s.sq;
+    int i0 = 0, i1 = 0;
+    // Nothing is loaded before this is known: one query needs no division.
+    if (w.s.sq > 1) {
+        const bool wraps = w.r0 / w.s.sq != (w.r1 - 1) / w.s.sq;
+        i0 = wraps ? 0 : w.r0 % w.s.sq;
+        i1 = wraps ? w.s.sq - 1 : (w.r1 - 1) % w.s.sq;
+    }
     w.lo = first_key(a, w, i0);
     w.hi = last_key(a, w, i1);
     w.lo_all = first_key(a, w, i1);
     w.hi_all = last_key(a, w, i0);
-    w.chunk = chunk_keys(w.s.sk);
+    w.chunk = chunk_keys(w.s.sk, a.kv_heads);
     w.first = w.lo <= w.hi ? w.lo / w.chunk : 0;
     w.chunks = w.lo <= w.hi ? w.hi / w.chunk + 1 - w.first : 0;
-    w.folded = (w.chunks + a.parts - 1) / a.parts;
+    w.folded = cut(a, w, 1);
     return w;
 }
 
@@ -122,8 +129,22 @@ DEV float exponent(const Decode& a) { return SCORE ? LOG2E : a.scale * LOG2E; }
 // A bias may be the most negative number there is: its product with c would be infinite.
 DEV float above(float s, float mc, float c) { return SCORE ? (s - mc) * c : fmaf(s, c, -mc); }
 
+// What joins the states of a head runs once, when all else has ended, and each of its instructions would come from device memory
+// then. So it runs twice: first without touching memory (`really` false), while others still read their keys. The instructions
+// that touch memory are predicated ones for that, and no branch leads around what they need.
+#define ONLY_IF "{.reg .pred p; setp.ne.s32 p, %0, 0; @p "
+DEV void store_if(bool really, float* at, float x) { asm volatile(ONLY_IF "st.global.f32 [%1], %2;}" ::"r"((int)really), "l"(at), "f"(x) : "memory"); }
+DEV void store_if(bool really, u16* at, u16 x) { asm volatile(ONLY_IF "st.global.u16 [%1], %2;}" ::"r"((int)really), "l"(at), "h"(x) : "memory"); }
+// By way of L2, where other blocks' states are; volatile, so that no load waits until another has been used.
+DEV float fetch_if(bool really, const float* at) {
+    float x = 0.f;
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p ld.global.cg.f32 %0, [%2];}" : "+f"(x) : "r"((int)really), "l"(at) : "memory");
+    return x;
+}
+
 // Writes N columns of O and, where `first`, L, of row r of the group. Sinks enter here and nowhere else.
-template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, bool first, const float (&x)[N], float m, float l) {
+// Unless `really`, all but the stores; four aligned columns are always meant.
+template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, bool first, const float (&x)[N], float m, float l, bool really = true) {
     const int n = r / w.s.sq, i = w.s.q_start + (r - n * w.s.sq), h = w.kv * a.group + n;
     const float top = SCORE ? m : __fmul_rn(m, a.scale);
     float inv = l == 0.f ? 0.f : 1.f / l, sum = l == 0.f ? NEG_INF : top + logf(l);
@@ -135,7 +156,7 @@ template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, 
             sum = ref + logf(all);
         }
     }
-    if (first && a.lse) ((float*)a.lse)[((i64)w.s.q_batch * (a.kv_heads * a.group) + h) * a.lse_rows + i] = sum;
+    if (first && a.lse) store_if(really, (float*)a.lse + ((i64)w.s.q_batch * (a.kv_heads * a.group) + h) * a.lse_rows + i, sum);
     elem* to = (elem*)a.o.ptr + w.s.q_batch * a.o.sb + h * a.o.sh + i * a.o.ss + col;
     if constexpr (VEC && N == 4) {
         if (col >= a.dv) return;
@@ -147,14 +168,28 @@ template <int N> DEV void emit(const Decode& a, const Group& w, int r, int col, 
     } else {
 #pragma unroll
         for (int e = 0; e < N; ++e)
-            if (col + e < a.dv) to[e] = to_elem(x[e] * inv);
+            if (col + e < a.dv) store_if(really, to + e, to_elem(x[e] * inv));
     }
 }
 
 #if !MERGE
+#ifndef ONCE
+#define ONCE 0
+#endif
 // ---- tiles of K and V ----------------------------------------------------------------------------------------------------
 
 DEV u32 place_at(int row, int byte) { return row * KV_PITCH + (DENSE ? byte ^ (row & 7) * 16 : byte); }
+
+// A piece of K or V.
+DEV void bring16(u32 dst, const void* src, int bytes) {
+#if ONCE
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src), "r"(bytes), "l"(policy) : "memory");
+#else
+    cp_async16(dst, src, bytes);
+#endif
+}
 
 // Whether a tile has NaN or infinite values, as scan_tile; and clear_tile.
 DEV u32 scan(u32 tile, int lane) {
@@ -263,108 +298,6 @@ template <bool AREG> DEV void scores(float (&c)[WM][NS][4], u32 q, const u32 (*a
 #endif
 }
 
-// ---- what is left when the last block ends ---------------------------------------------------------------------------------
-
-// By way of L2, where other blocks' states are; volatile, so that no load waits until another has been used.
-DEV float fetch(const float* at) {
-    float y;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(y) : "l"(at));
-    return y;
-}
-
-// Folds the states of chunks into what the first block has folded, in order, and writes the rows. Shared memory is that of the tiles.
-// Every instruction runs but a few times and comes from device memory, so loops stay loops.
-DEV void fold_rest(const Decode& a, const Group& w, i64 base, char* smem) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rows = w.r1 - w.r0, rest = w.chunks - w.folded;
-    // Of each row and chunk: the factors of what came before and of the chunk, and the chunk's l; of each row the last m.
-    float2* const factors = (float2*)smem;
-    float *const sums = (float*)(factors + rows * MOST_CHUNKS), *const tops = sums + rows * MOST_CHUNKS;
-    // Then two places for a piece of O~ of as many chunks as fit: four columns of a row for each thread.
-    const int joining = (rows * (MOST_CHUNKS * 12 + 4) + 15) / 16 * 16, pieces = rows * (DP / 4);
-    u32 all;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(all));
-    const int many = ((int)all - joining) / (2 * 16 * NT);
-    const float c = exponent(a);
-    const float *const ms = (const float*)a.m + base, *const ls = (const float*)a.l + base, *const xs = (const float*)a.acc + base * DP;
-    const i64 step = (i64)a.rows * DP;
-    const u32 stage = smem_u32(smem) + joining + tid * 16;
-    // Chunks [turn x many, ...) of this thread's piece.
-    const auto bring = [&](int piece, int turn) {
-        const int k1 = piece < pieces ? min((turn + 1) * many, rest) : 0;
-        u32 to = stage + (turn & 1) * many * NT * 16;
-        const float* from = xs + (w.folded + turn * many) * step + piece * 4;
-#pragma unroll 4
-        for (int k = turn * many; k < k1; ++k) {
-            cp_async16(to, from, 16);
-            to += NT * 16;
-            from += step;
-        }
-        cp_commit();
-    };
-    bring(tid, 0);
-    bring(tid, 1);
-#pragma unroll 4
-    for (int idx = tid; idx < rows * MOST_CHUNKS; idx += NT) {
-        const i64 at = (i64)(w.folded + min(idx % MOST_CHUNKS, rest - 1)) * a.rows + idx / MOST_CHUNKS;
-        factors[idx].x = fetch(ms + at);
-        sums[idx] = fetch(ls + at);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int row = warp; row < rows; row += WARPS) {
-        float before = fetch(ms + row);
-#pragma unroll 1
-        for (int t = lane; t < MOST_CHUNKS; t += 32) {
-            // With the running maxima known, so are all factors.
-            const float its = t < rest ? factors[row * MOST_CHUNKS + t].x : NEG_INF;
-            float top = its;
-#pragma unroll
-            for (int d = 1; d < 32; d *= 2) {
-                const float other = __shfl_up_sync(0xffffffffu, top, d);
-                if (lane >= d) top = fmaxf(top, other);
-            }
-            top = fmaxf(top, before);
-            float last = __shfl_up_sync(0xffffffffu, top, 1);
-            if (lane == 0) last = before;
-            const Joint f = weigh(last, its, c);
-            factors[row * MOST_CHUNKS + t] = make_float2(f.a, f.b);
-            before = __shfl_sync(0xffffffffu, top, 31);
-        }
-        if (lane == 0) tops[row] = before;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int piece = tid; piece - tid < pieces; piece += NT) {
-        const int row = min(piece, pieces - 1) / (DP / 4), col = piece % (DP / 4) * 4;
-        float x[4], l = fetch(ls + row);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = fetch(xs + min(piece, pieces - 1) * 4 + e);
-        if (piece != tid) {
-            bring(piece, 0);
-            bring(piece, 1);
-        }
-#pragma unroll 1
-        for (int turn = 0; turn * many < rest; ++turn) {
-            // A thread reads what it brought itself.
-            cp_wait<1>();
-            const float4* its = (const float4*)(smem + joining + (turn & 1) * many * NT * 16) + tid;
-            const int of = row * MOST_CHUNKS + turn * many, count = min(many, rest - turn * many);
-#pragma unroll 4
-            for (int k = 0; k < count; ++k) {
-                const float2 f = factors[of + k];
-                const float4 y = its[k * NT];
-                x[0] = join(x[0], f.x, y.x, f.y);
-                x[1] = join(x[1], f.x, y.y, f.y);
-                x[2] = join(x[2], f.x, y.z, f.y);
-                x[3] = join(x[3], f.x, y.w, f.y);
-                l = join(l, f.x, sums[of + k], f.y);
-            }
-            bring(piece, turn + 2);
-        }
-        if (piece < pieces) emit(a, w, w.r0 + row, col, col == 0, x, tops[row], l);
-    }
-}
-
 // ---- the split -----------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_constant__ Decode a) {
@@ -373,8 +306,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
     const int rb = blockIdx.x % a.row_blocks, part = blockIdx.x / a.row_blocks % a.parts, pair = blockIdx.x / a.row_blocks / a.parts;
     const Group w = group_of(a, pair, rb);
     if (w.r0 >= w.r1) return;
-    const int c0 = w.first + (int)(((i64)part * w.chunks + a.parts - 1) / a.parts);
-    const int c1 = w.first + (int)(((i64)(part + 1) * w.chunks + a.parts - 1) / a.parts);
+    const int c0 = w.first + cut(a, w, part), c1 = w.first + cut(a, w, part + 1);
     if (part > 0 && c0 >= c1) return;
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -386,25 +318,6 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
     const u32 q_at = smem_u32(after);
     float* const exchange = (float*)(after + (QREG ? 0 : QBYTES));
     float* const ml = (float*)(after + (QREG ? (XBYTES > QBYTES ? XBYTES : QBYTES) : QBYTES + XBYTES));
-
-    {
-        constexpr int CH = DP / EPC;
-#pragma unroll 1
-        for (int idx = tid; idx < BM * CH; idx += NT) {
-            const int r = w.r0 + idx / CH, c = idx % CH, n = r / w.s.sq, i = r - n * w.s.sq;
-            const elem* from = (const elem*)a.q.ptr + w.s.q_batch * a.q.sb + (i64)(w.kv * a.group + n) * a.q.sh + (i64)(w.s.q_start + i) * a.q.ss;
-            const u32 to = q_at + idx / CH * PITCH + c * 16;
-#if VEC
-            cp_async16(to, from + c * EPC, r < w.r1 && c * EPC < a.d ? 16 : 0);
-#else
-            for (int e = 0; e < EPC; ++e) {
-                const int col = c * EPC + e;
-                *(elem*)(after + (to - q_at) + e * ESZ) = r < w.r1 && col < a.d ? from[col * a.q.sd] : (elem)0;
-            }
-#endif
-        }
-        cp_commit();
-    }
 
     // ---- the pipeline of this warp
     const int begin = max(c0 * w.chunk, w.lo), end = min(c1 * w.chunk, w.hi + 1);
@@ -443,12 +356,12 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
             const u32 at = to + r0 * KV_PITCH, column = (DENSE ? c ^ r0 : c) * 16;
 #pragma unroll
             for (int x = 0; x < STEPS; ++x) {
-                cp_async16(at + x * ROWS * KV_PITCH + (DENSE ? column ^ (x * ROWS & 7) * 16 : column), kf, x * ROWS < k_live ? 16 : 0);
+                bring16(at + x * ROWS * KV_PITCH + (DENSE ? column ^ (x * ROWS & 7) * 16 : column), kf, x * ROWS < k_live ? 16 : 0);
                 kf += k_step;
             }
 #pragma unroll
             for (int x = 0; x < STEPS; ++x) {
-                cp_async16(at + TILE_BYTES + x * ROWS * KV_PITCH + (DENSE ? column ^ (x * ROWS & 7) * 16 : column), vf, x * ROWS < v_live ? 16 : 0);
+                bring16(at + TILE_BYTES + x * ROWS * KV_PITCH + (DENSE ? column ^ (x * ROWS & 7) * 16 : column), vf, x * ROWS < v_live ? 16 : 0);
                 vf += v_step;
             }
         }
@@ -489,8 +402,27 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
 #if PAGED
     look_up(ahead);
 #endif
-    auto advance = [&](int slot) {
+    auto load_q = [&] {
+        constexpr int CH = DP / EPC;
+#pragma unroll 1
+        for (int idx = tid; idx < BM * CH; idx += NT) {
+            const int r = w.r0 + idx / CH, c = idx % CH, n = r / w.s.sq, i = r - n * w.s.sq;
+            const elem* from = (const elem*)a.q.ptr + w.s.q_batch * a.q.sb + (i64)(w.kv * a.group + n) * a.q.sh + (i64)(w.s.q_start + i) * a.q.ss;
+            const u32 to = q_at + idx / CH * PITCH + c * 16;
+#if VEC
+            cp_async16(to, from + c * EPC, r < w.r1 && c * EPC < a.d ? 16 : 0);
+#else
+            for (int e = 0; e < EPC; ++e) {
+                const int col = c * EPC + e;
+                *(elem*)(after + (to - q_at) + e * ESZ) = r < w.r1 && col < a.d ? from[col * a.q.sd] : (elem)0;
+            }
+#endif
+        }
+    };
+    auto advance = [&](int slot, bool first = false) {
         if (ahead < g_end) load(ahead, slot);
+        // Q arrives with the first keys and is asked for behind them.
+        if (first) load_q();
         cp_commit();
         ahead += WARPS;
 #if PAGED
@@ -498,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
 #endif
     };
 #pragma unroll
-    for (int x = 0; x < STAGES - 1; ++x) advance(x);
+    for (int x = 0; x < STAGES - 1; ++x) advance(x, x == 0);
 
     // ---- what a lane knows of its rows
     int row_lo[WM][2], row_hi[WM][2];
@@ -511,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
             row_hi[x][r] = row < w.r1 ? last_key(a, w, i) : -1;
         }
 
-    cp_wait<STAGES - 1>();
+    cp_wait<STAGES - 2>();
     __syncthreads();
 #if QREG
     u32 qf[DP / 16][WM][4];
@@ -812,19 +744,6 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
             }
         }
     }
-    if (!a.ended) return;
-    // Whoever ends last finds all states in L2: each block's are there before it is counted.
-    __threadfence();
-    __syncthreads();
-    bool last = false;
-    if (tid == 0) {
-        u32* const ended = (u32*)a.ended + (pair * a.row_blocks + rb);
-        last = atomicAdd(ended, 1u) == (u32)min(a.parts, w.chunks) - 1;
-        // As the next call must find it.
-        if (last) *ended = 0;
-        __threadfence();
-    }
-    if (__syncthreads_or(last)) fold_rest(a, w, base, smem);
 }
 
 #else
@@ -836,70 +755,80 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_decode(const __grid_co
 #endif
 // ---- the merge -----------------------------------------------------------------------------------------------------------
 
-// A block folds 32 columns of a row, a lane a column. State 0 is what the first part folded; the rest are chunks in order, 32 for
-// each warp. All of them are read at once; the warps then fold one after another what each has read.
+// A block folds 32 columns of a row, a lane a column. State 0 is what the first part folded; the rest are chunks in order. All of
+// them are asked for at once; one warp then folds them.
 #define WIDE ((DP + 31) / 32) // blocks a row
-extern "C" __global__ void __launch_bounds__(128) tw_decode_merge(const __grid_constant__ Decode a) {
-    static_assert(MOST_CHUNKS <= 4 * 32, "each warp has one chunk a lane");
-    __shared__ float tops[4], handed[2][32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    AFTER_THE_SPLIT
-    const int job = blockIdx.x / WIDE, col = (blockIdx.x - job * WIDE) * 32 + lane;
+#define MERGERS 128
+extern "C" __global__ void __launch_bounds__(MERGERS) tw_decode_merge(const __grid_constant__ Decode a) {
+    static_assert(MOST_CHUNKS <= MERGERS, "each thread has one chunk's m and l");
+    __shared__ __align__(16) float pieces[MOST_CHUNKS][32];
+    __shared__ float2 factors[MERGERS];
+    __shared__ float sums[MERGERS], tops[MERGERS / 32];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int job = blockIdx.x / WIDE, col = (blockIdx.x - job * WIDE) * 32;
     const int pair = job / a.most_rows, r = job - pair * a.most_rows, rb = r / BM;
     const Group w = group_of(a, pair, rb);
-    if (r >= w.r1 || w.folded >= w.chunks) return;
-    const float c = exponent(a);
-    const i64 base = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows + (r - w.r0);
-    const float* const ms = (const float*)a.m + base;
-    const float* const ls = (const float*)a.l + base;
-    const float* const xs = (const float*)a.acc + base * DP + min(col, DP - 1);
-
-    const int from = w.folded + warp * 32, count = min(32, w.chunks - from), last = w.chunks - 1;
-    // Volatile, so that no load waits for another to be used. What lies beyond the last chunk is not used.
-    const auto load = [](const float* at) {
-        float y;
-        asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at));
-        return y;
-    };
-    float m = load(ms), l = load(ls), x[1] = {load(xs)}, its_x[32];
-    float its_m = load(ms + (i64)min(from + lane, last) * a.rows);
-    const float its_l = load(ls + (i64)min(from + lane, last) * a.rows);
-#pragma unroll
-    for (int k = 0; k < 32; ++k) its_x[k] = load(xs + (i64)min(from + k, last) * a.rows * DP);
-
-    // With the running maxima known, so are all factors.
-    if (lane >= count) its_m = NEG_INF;
-    float top = its_m;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, top, d);
-        if (lane >= d) top = fmaxf(top, other);
+    const int rest = r < w.r1 ? w.chunks - w.folded : 0;
+    if (rest <= 0) {
+        // Whatever comes next must find the split ended.
+        AFTER_THE_SPLIT
+        return;
     }
-    if (lane == 31) tops[warp] = top;
-    __syncthreads();
-    for (int k = 0; k < warp; ++k) m = fmaxf(m, tops[k]);
-    top = fmaxf(top, m);
-    float before = __shfl_up_sync(0xffffffffu, top, 1);
-    if (lane == 0) before = m;
-    const Joint f = weigh(before, its_m, c);
-    const float most = __shfl_sync(0xffffffffu, top, 31);
+    const float c = exponent(a);
+    const i64 base = ((i64)pair * a.row_blocks + rb) * a.slots * a.rows + (r - w.r0), step = (i64)a.rows * DP;
+    const float *const ms = (const float*)a.m + base, *const ls = (const float*)a.l + base, *const xs = (const float*)a.acc + base * DP + col;
+    const i64 own = (i64)(w.folded + min(tid, rest - 1)) * a.rows;
+    // Four columns of every 16th chunk.
+    const int piece = (tid & 7) * 4, first = tid >> 3;
 #pragma unroll 1
-    for (int turn = 0; w.folded + turn * 32 < w.chunks; ++turn) {
-        if (turn == warp) {
-            if (turn > 0) {
-                x[0] = handed[0][lane];
-                l = handed[1][lane];
-            }
+    for (int turn = a.most_rows > 0 ? 0 : 1; turn < 2; ++turn) {
+        const bool really = turn == 1;
+        if (really) {
+            AFTER_THE_SPLIT
+        }
+        const float* from = xs + (w.folded + first) * step + piece;
+        u32 to = smem_u32(&pieces[first][piece]);
+#pragma unroll 4
+        for (int k = first; k < rest; k += MERGERS / 8) {
+            cp_async16(to, from, really && col + piece < DP ? 16 : 0);
+            to += MERGERS / 8 * 32 * 4;
+            from += MERGERS / 8 * step;
+        }
+        cp_commit();
+        float its = fetch_if(really, ms + own), m = fetch_if(really, ms), l = fetch_if(really, ls);
+        float x[1] = {fetch_if(really && col + lane < DP, xs + lane)};
+        sums[tid] = fetch_if(really, ls + own);
+        // With the running maxima known, so are all factors.
+        if (tid >= rest) its = NEG_INF;
+        float top = its;
 #pragma unroll
-            for (int k = 0; k < 32; ++k) {
-                if (k >= count) break;
-                const float fa = __shfl_sync(0xffffffffu, f.a, k), fb = __shfl_sync(0xffffffffu, f.b, k), fl = __shfl_sync(0xffffffffu, its_l, k);
-                l = join(l, fa, fl, fb);
-                x[0] = join(x[0], fa, its_x[k], fb);
+        for (int d = 1; d < 32; d *= 2) {
+            const float other = __shfl_up_sync(0xffffffffu, top, d);
+            if (lane >= d) top = fmaxf(top, other);
+        }
+        if (lane == 31) tops[warp] = top;
+        __syncthreads();
+        float most = m;
+#pragma unroll
+        for (int k = 0; k < MERGERS / 32; ++k) {
+            if (k < warp) m = fmaxf(m, tops[k]);
+            most = fmaxf(most, tops[k]);
+        }
+        top = fmaxf(top, m);
+        float before = __shfl_up_sync(0xffffffffu, top, 1);
+        if (lane == 0) before = m;
+        const Joint f = weigh(before, its, c);
+        factors[tid] = make_float2(f.a, f.b);
+        cp_wait<0>();
+        __syncthreads();
+        if (warp == 0) {
+#pragma unroll 4
+            for (int k = 0; k < rest; ++k) {
+                const float2 g = factors[k];
+                x[0] = join(x[0], g.x, pieces[k][lane], g.y);
+                l = join(l, g.x, sums[k], g.y);
             }
-            handed[0][lane] = x[0];
-            handed[1][lane] = l;
-            if (from + 32 >= w.chunks && col < DP) emit(a, w, r, col, col == 0, x, most, l);
+            if (col + lane < DP) emit(a, w, r, col + lane, col + lane == 0, x, most, l, really);
         }
         __syncthreads();
     }

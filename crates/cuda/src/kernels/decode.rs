@@ -6,18 +6,26 @@ use super::{Family, Mask, Spec, Variant, pitch};
 
 /// Keys a step: what a warp takes at a time.
 const STEP: u32 = 16;
-/// Keys a chunk, but for sequences so long that they would have more than [`MOST_CHUNKS`].
+/// Keys a chunk, but for sequences so long that they would have more than [`most_chunks`].
 pub const CHUNK: usize = 512;
-/// Chunks of the longest sequences, which have longer ones instead.
-pub const MOST_CHUNKS: usize = 128;
 /// Longer chunks are multiples of this, and so of what all warps of any variant take at a time.
 const CHUNK_UNIT: usize = 128;
 
-/// Keys of each chunk of a sequence of `seqlen_k` keys: the cuts follow from it alone, so that a row's
-/// bits depend on nothing else.
-pub fn chunk_keys(seqlen_k: usize) -> usize {
+/// Chunks of the longest sequences, which have longer ones instead: enough for two blocks on each
+/// multiprocessor to have one of a single sequence, and few to join. MOST_CHUNKS in `decode.cu` is the most of them.
+pub fn most_chunks(kv_heads: usize) -> usize {
+    match kv_heads {
+        8.. => 32,
+        4..8 => 64,
+        _ => 128,
+    }
+}
+
+/// Keys of each chunk of a sequence of `seqlen_k` keys with so many heads of K and V: the cuts follow from
+/// these alone, so that a row's bits depend on nothing else.
+pub fn chunk_keys(seqlen_k: usize, kv_heads: usize) -> usize {
     seqlen_k
-        .div_ceil(MOST_CHUNKS)
+        .div_ceil(most_chunks(kv_heads))
         .next_multiple_of(CHUNK_UNIT)
         .max(CHUNK)
 }
@@ -53,11 +61,13 @@ const fn tile(up_to: u32, cut: [u32; 3], qreg: bool, blocks: u32) -> Tile {
 }
 
 // In order of preference; the first that is wide enough, has the row groups and fits the shared memory
-// is taken. What counts is bytes in flight a multiprocessor: about 100 KiB a block or two.
+// is taken. What counts is bytes in flight a multiprocessor. At head_dim 128 two blocks with one step under
+// way for each warp ask memory for enough, and more steps make it slower; a block that has a
+// multiprocessor for itself needs them.
 const HALF: &[Tile] = &[
     tile(64, [1, 4, 5], true, 2),
-    tile(128, [1, 4, 3], true, 2),
-    tile(128, [1, 4, 2], true, 1),
+    tile(112, [1, 4, 3], true, 2),
+    tile(128, [1, 4, 2], true, 2),
     tile(256, [1, 4, 3], false, 1),
     tile(256, [1, 2, 2], false, 1),
     tile(64, [2, 4, 5], true, 2),
@@ -65,6 +75,8 @@ const HALF: &[Tile] = &[
     tile(128, [2, 4, 5], false, 1),
     tile(128, [2, 4, 2], false, 1),
 ];
+// Of f16 and bf16 at head_dim 128 where a block has a multiprocessor for itself.
+const ALONE: Tile = tile(128, [1, 4, 3], true, 2);
 const SINGLE: &[Tile] = &[
     tile(64, [1, 4, 5], false, 1),
     tile(64, [1, 4, 2], false, 1),
@@ -94,22 +106,16 @@ impl Tile {
         } else {
             exchange + q
         };
-        let pipelines = self.warps * self.stages * 2 * STEP * kv_pitch + after;
-        // In the end two factors and an ℓ of each row and chunk stand there, the rows' m, and sixteen bytes
-        // twice for each thread.
-        let joining = rows * (MOST_CHUNKS as u32 * 12 + 4) + 2 * self.warps * 32 * 16;
-        (pipelines + self.warps * rows * 8).max(joining)
+        self.warps * self.stages * 2 * STEP * kv_pitch + after + self.warps * rows * 8
     }
 }
 
-fn choose(spec: &Spec, limit: u32, wm: u32) -> Option<(Tile, u32)> {
-    let table = if spec.dtype == DType::F32 {
-        SINGLE
-    } else {
-        HALF
-    };
-    table
-        .iter()
+fn choose(spec: &Spec, limit: u32, wm: u32, alone: bool) -> Option<(Tile, u32)> {
+    let half = spec.dtype != DType::F32;
+    let deep = (half && alone && spec.padded > 112).then_some(ALONE);
+    let table = if half { HALF } else { SINGLE };
+    deep.iter()
+        .chain(table)
         .filter(|tile| spec.padded <= tile.up_to && tile.wm == wm)
         .map(|tile| (*tile, tile.shared(spec)))
         .find(|&(_, shared)| shared <= limit)
@@ -118,9 +124,9 @@ fn choose(spec: &Spec, limit: u32, wm: u32) -> Option<(Tile, u32)> {
 /// The kernels for one problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// Everything, or but for joining many states.
+    /// Everything, or but for joining states.
     pub variant: Variant,
-    /// Joins many states.
+    /// Joins the states of a head whose keys blocks have shared.
     pub merge: Variant,
     /// Rows a block.
     pub rows: u32,
@@ -128,17 +134,46 @@ pub struct Chosen {
     pub blocks: u32,
 }
 
+/// What the host knows of the blocks of a call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Blocks {
+    /// K and V come in pages.
+    pub paged: bool,
+    /// There are no more of them than multiprocessors.
+    pub alone: bool,
+    /// K and V are read once, and are not much more than the second-level cache holds: it keeps what it
+    /// has. Heeded where [`may_be_once`], for up to 16 rows.
+    pub once: bool,
+}
+
+impl Blocks {
+    /// Every kind.
+    pub fn all() -> impl Iterator<Item = Blocks> {
+        (0..8).map(|n| Blocks {
+            paged: n & 1 != 0,
+            alone: n & 2 != 0,
+            once: n & 4 != 0,
+        })
+    }
+}
+
+/// Whether kernels for `spec` can leave the second-level cache to others: where it was measured to pay.
+pub fn may_be_once(spec: &Spec, paged: bool) -> bool {
+    spec.dtype != DType::F32 && spec.padded == 128 && spec.aligned && !paged
+}
+
 /// The variant for `spec` within `limit` bytes of shared memory, for groups of up to `rows` rows.
 /// The spec's mask is not looked at: bounds are tested at run time.
-pub fn variant(spec: &Spec, limit: u32, rows: usize, paged: bool) -> Option<Chosen> {
-    let two = (rows > 16).then(|| choose(spec, limit, 2)).flatten();
-    let (tile, shared) = two.or_else(|| choose(spec, limit, 1))?;
+pub fn variant(spec: &Spec, limit: u32, rows: usize, blocks: Blocks) -> Option<Chosen> {
+    let Blocks { paged, alone, once } = blocks;
+    let two = (rows > 16).then(|| choose(spec, limit, 2, alone)).flatten();
+    let (tile, shared) = two.or_else(|| choose(spec, limit, 1, alone))?;
     let spec = Spec {
         mask: Mask::Band,
         ..*spec
     };
     let (wm, chunk) = (("WM", tile.wm as i32), ("CHUNK", CHUNK as i32));
-    let macros = [
+    let mut macros = vec![
         wm,
         ("WARPS", tile.warps as i32),
         ("STEP", STEP as i32),
@@ -150,6 +185,9 @@ pub fn variant(spec: &Spec, limit: u32, rows: usize, paged: bool) -> Option<Chos
         ("PAGED", i32::from(paged)),
         ("MERGE", 0),
     ];
+    if once && tile.wm == 1 && may_be_once(&spec, paged) {
+        macros.push(("ONCE", 1));
+    }
     Some(Chosen {
         variant: Variant::new(
             Family::Decode,
@@ -178,11 +216,15 @@ mod tests {
 
     #[test]
     fn chunks_grow_with_the_sequence_and_stay_few() {
-        assert_eq!(chunk_keys(0), CHUNK);
-        assert_eq!(chunk_keys(CHUNK * MOST_CHUNKS), CHUNK);
-        for keys in [1, 65_537, 131_072, 1 << 20, (1 << 30) - 7] {
-            let chunk = chunk_keys(keys);
-            assert!(keys.div_ceil(chunk) <= MOST_CHUNKS && chunk.is_multiple_of(CHUNK_UNIT));
+        assert_eq!(chunk_keys(0, 8), CHUNK);
+        for heads in [1, 2, 4, 8, 40] {
+            let most = most_chunks(heads);
+            assert_eq!(chunk_keys(CHUNK * most, heads), CHUNK);
+            assert!(heads.min(8) * most >= 128 && most <= 128);
+            for keys in [1, 65_537, 131_072, 1 << 20, (1 << 30) - 7] {
+                let chunk = chunk_keys(keys, heads);
+                assert!(keys.div_ceil(chunk) <= most && chunk.is_multiple_of(CHUNK_UNIT));
+            }
         }
     }
 }

@@ -77,6 +77,18 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #else
     load_tile<BM, COLS_K, NT, PITCH_Q>(q_at, a.q, qp, i0, span.sq, d, tid);
 #endif
+#if PAIRS
+    // The pairs of K and V may still be in the making: this head's are there when all a.p of its pieces are (split.cu).
+    if (a.s && any) {
+        if (tid == 0) {
+            const u32* const made = (const u32*)a.s + (at.k_batch * (a.heads / a.group_size) + at.hk);
+            u32 n;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(made) : "memory");
+            while (n < (u32)a.p);
+        }
+        __syncthreads();
+    }
+#endif
     if (any) {
         load_tile<BN, COLS_K, NT, PITCH_K, DENSE>(kv_at, a.k, kp, jmax * BN, span.sk, d, tid);
         if (STAGES == 2) load_tile<BN, COLS_V, NT, PITCH_V, DENSE>(kv_at + K_BYTES, a.v, vp, jmax * BN, span.sk, dv, tid);
@@ -296,5 +308,9 @@ extern "C" __global__ void __launch_bounds__(NT, MINB) tw_fa2(const __grid_const
 #else
     // A warp's own Q rows are its staging area: nobody else reads them.
     write_rows(acc, m, l, at, a, smem + warp * WM * 16 * PITCH_Q, PITCH_Q, w0, 0, lane);
+#if PAIRS && __CUDA_ARCH__ >= 900
+    // Whatever comes next on the stream must find the pairs' kernel ended, also where no row asked for the last of them.
+    if (a.s && blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 #endif
 }

@@ -578,7 +578,7 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
     for &dtype in &selection.dtypes {
         for &head_dim in &selection.head_dims {
             if let Some(padded) = pad(head_dim).filter(|_| dtype == DType::F32) {
-                add(Some(split::variant(padded)));
+                add(Some(split::variant(padded, limit)));
             }
             for spec in specs(dtype, head_dim, selection) {
                 let bare = !spec.dropout && !spec.sequences;
@@ -657,10 +657,13 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                         aligned: !strided,
                         ..Spec::plain(dtype, padded)
                     };
-                    for (rows, paged) in [(16, false), (16, true), (17, false), (17, true)] {
-                        if let Some(chosen) = decode::variant(&spec, limit, rows, paged) {
-                            add(Some(chosen.variant));
-                            add(Some(chosen.merge));
+                    for (rows, blocks) in [16, 17]
+                        .iter()
+                        .flat_map(|&rows| decode::Blocks::all().map(move |blocks| (rows, blocks)))
+                    {
+                        if let Some(found) = decode::variant(&spec, limit, rows, blocks) {
+                            add(Some(found.variant));
+                            add(Some(found.merge));
                         }
                     }
                 }
@@ -828,8 +831,10 @@ mod tests {
                                 let all = backward::wide_variants(&wide, width, limit, compute);
                                 found.extend(all);
                             }
-                            for (rows, paged) in [(1, false), (64, true)] {
-                                let chosen = decode::variant(&spec, limit, rows, paged);
+                            for (rows, blocks) in [1, 64].iter().flat_map(|&rows| {
+                                decode::Blocks::all().map(move |blocks| (rows, blocks))
+                            }) {
+                                let chosen = decode::variant(&spec, limit, rows, blocks);
                                 found.push(chosen.map(|chosen| chosen.variant));
                             }
                             for variant in found {
