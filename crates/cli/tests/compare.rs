@@ -334,7 +334,8 @@ fn every_option_reaches_the_problem() {
 fn every_dtype_passes_and_inputs_can_be_rounded() {
     let folder = Folder::new();
     for dtype in ["f64", "f32", "f16", "bf16"] {
-        let inputs = folder.generate(dtype, &["--shape", "1,3,3,40,40,20", "--dtype", dtype]);
+        let name = format!("{dtype}.safetensors");
+        let inputs = folder.generate(&name, &["--shape", "1,3,3,40,40,20", "--dtype", dtype]);
         let report = json(
             &["compare", &inputs, "--backends", "cpu", "--repeat", "1"],
             0,

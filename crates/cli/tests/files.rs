@@ -320,7 +320,7 @@ fn packed_inputs_are_generated_and_pass() {
     assert!(text.contains("lengths add up to 5"), "{text}");
 }
 
-/// What is written is safetensors whatever its name: by another one no command would read it.
+/// What is written is safetensors whatever its name: under that of another kind no command would read it.
 #[test]
 fn files_are_written_under_the_name_of_what_they_are() {
     let folder = Folder::new();
@@ -349,9 +349,9 @@ fn generated_inputs_follow_from_the_seed() {
         let args: Vec<&str> = shape.iter().copied().chain([seed]).collect();
         std::fs::read(folder.generate(name, &args)).unwrap()
     };
-    assert_eq!(bytes("a", "1"), bytes("b", "1"));
-    assert_ne!(bytes("a", "1"), bytes("c", "2"));
-    let (shape, v) = read(&folder.file("a"), "v");
+    assert_eq!(bytes("a.safetensors", "1"), bytes("b.safetensors", "1"));
+    assert_ne!(bytes("a.safetensors", "1"), bytes("c.safetensors", "2"));
+    let (shape, v) = read(&folder.file("a.safetensors"), "v");
     assert_eq!((shape, v.len()), (vec![1, 1, 4, 5], 20));
 }
 

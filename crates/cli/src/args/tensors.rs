@@ -68,7 +68,7 @@ pub(crate) const TENSORS: [&str; 18] = [
     "dlse",
 ];
 
-/// A file to write is of the one kind that is written: by another name no command would read it again.
+/// A file to write is of the one kind that is written: under the name of another no command would read it again.
 pub(crate) fn expect_safetensors(path: &Path) -> anyhow::Result<()> {
     let extension = path.extension();
     if extension.is_none_or(|extension| !extension.eq_ignore_ascii_case("safetensors")) {
