@@ -69,7 +69,7 @@ fn chosen(arch: &str) -> Vec<Variant> {
                 let both = has("bwd-fa2-bf16-d64-") || has("bwd-fa2-bf16-d128-");
                 let causal = plain && !has("-dropout") && has("-causal");
                 if has("bwd-hopper") {
-                    let one = has("-care0-") || has("-d128-");
+                    let one = has("-turns1-") && has("-care0-") || has("-d128-");
                     return causal && has("-bf16-") && one;
                 }
                 let narrow = both && has("-dq1-") || has("bwd-dq-bf16-d128-");

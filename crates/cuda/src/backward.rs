@@ -743,7 +743,7 @@ impl Call<'_> {
         let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
         let none = || missing(spec);
         let (sq, sk) = (all.forward.sq as usize, all.forward.sk as usize);
-        let atomic = all.dq_acc != 0;
+        let in_memory = all.dq_acc != 0;
         let (keys, step) = match own {
             Some((_, tile)) => (tile.keys, tile.rows),
             None => fa2::tile(spec, limit).ok_or_else(none)?,
@@ -762,11 +762,11 @@ impl Call<'_> {
         if let Some(kernel) = own {
             hopper::run(self.backend, self.stream, all, spec, kernel, self.sums)?;
         } else {
-            let gradients = fa2::gradients(spec, limit, compute, atomic).ok_or_else(none)?;
+            let gradients = fa2::gradients(spec, limit, compute, in_memory).ok_or_else(none)?;
             let blocks = all.key_blocks as u64 * all.kv_pairs as u64;
             self.launch(&gradients, blocks, &all)?;
         }
-        if atomic {
+        if in_memory {
             let store = match own {
                 Some((_, tile)) => tile.store_dq(spec),
                 None => fa2::store_dq(spec, limit, compute).ok_or_else(none)?,

@@ -228,7 +228,8 @@ impl InspectArgs {
                     fa2::gradients(&spec, limit, compute, true),
                     fa2::store_dq(&spec, limit, compute),
                 ];
-                let own = hopper::gradients(&spec, limit, compute, Sums::Atomic)
+                let sums = hopper::sums(&spec, Sums::Atomic);
+                let own = hopper::gradients(&spec, limit, compute, sums)
                     .filter(|(variant, _)| variant.compiles_for(&self.arch));
                 if let Some((gradients, tile)) = own {
                     all.extend([Some(gradients), Some(tile.store_dq(&spec))]);

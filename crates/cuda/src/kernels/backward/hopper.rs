@@ -175,7 +175,7 @@ impl Tile {
 
 /// Every kernel that `spec` may need where this family serves it.
 pub fn variants(spec: &Spec, limit: u32, compute: i32) -> Vec<Variant> {
-    let ways = [Sums::Atomic, Sums::Ordered];
+    let ways = [Sums::Atomic, Sums::Ordered].map(|asked| sums(spec, asked));
     let both = ways.map(|sums| gradients(spec, limit, compute, sums));
     let Some((_, tile)) = both[0] else {
         return Vec::new();
