@@ -349,8 +349,7 @@ fn an_entry_of_a_device_table_that_names_no_page_gives_nan() {
     }
 }
 
-/// Few states are joined by the block that ends last, many by a second kernel: a short sequence has the same
-/// bits beside one whose states are many.
+/// Parts follow from the longest sequence: a short one has the same bits beside one that many blocks share.
 #[test]
 fn a_row_has_the_same_bits_beside_a_sequence_of_many_chunks() {
     let Some(backend) = gpu("a_row_has_the_same_bits_beside_a_sequence_of_many_chunks") else {
