@@ -328,7 +328,14 @@ pub(crate) fn run_dense(
 ) -> Result<()> {
     debug_assert!(!sequences::needed(problem));
     args.row_blocks = (args.sq as u32).div_ceil(kernel.1.rows()) as i32;
-    args.pairs_per_group = ops::pairs_per_group(problem, args.sk as usize, backend.l2_bytes());
+    let most = ops::pairs_per_group(problem, args.sk as usize, backend.l2_bytes());
+    // One pair that fills its part of the cache alone: two would read more from memory than an even end saves.
+    let at_a_time = if most == 1 {
+        0
+    } else {
+        backend.multiprocessors()
+    };
+    ops::group(&mut args, most, spec.mask, at_a_time);
     run(backend, stream, problem, args, spec, kernel)
 }
 

@@ -202,6 +202,23 @@ pub(crate) fn pairs_per_group(problem: &Problem, keys: usize, cache: u64) -> i32
     all.div_ceil(all.div_ceil(fit.clamp(1, all))) as i32
 }
 
+/// How `place.cu` groups the pairs of `args`, of which `most` together stay in the second-level cache.
+///
+/// Where row blocks are not alike, a launch should not end with the long ones of a last group alone.
+/// `at_a_time` of them run at once; twice as many, the longest first, end evenly, so the last groups become
+/// one of so many.
+pub(crate) fn group(args: &mut Args, most: i32, mask: Mask, at_a_time: u64) {
+    let width = most.clamp(1, args.pairs.max(1)) as u64;
+    let (pairs, row_blocks) = (args.pairs.max(1) as u64, args.row_blocks as u64);
+    let alike = mask == Mask::Full;
+    let mut last = (pairs - 1) / width;
+    while !alike && last > 0 && (pairs - last * width) * row_blocks < 2 * at_a_time {
+        last -= 1;
+    }
+    args.pairs_per_group = width as i32;
+    args.last_group = last as i32;
+}
+
 pub(crate) fn expect_dtype(name: &'static str, got: DType, wanted: DType) -> Result<()> {
     if got == wanted {
         Ok(())
@@ -662,11 +679,18 @@ fn run_fa2_forward(
         table.place(stream, &mut args)?;
         args.pairs = args.heads;
         let keys = problem.sequences().iter().map(|s| s.seqlen_k).sum();
-        args.pairs_per_group = pairs_per_group(problem, keys, backend.l2_bytes()).min(args.heads);
+        let most = pairs_per_group(problem, keys, backend.l2_bytes()).min(args.heads);
+        let at_a_time = match wide || hopper.is_some() {
+            true => 1,
+            false => fa2::at_a_time(&spec, limit).unwrap_or(1),
+        };
+        let at_a_time = backend.multiprocessors() * u64::from(at_a_time);
+        group(&mut args, most, spec.mask, at_a_time);
         Some(table)
     } else {
         args.row_blocks = (args.sq as u32).div_ceil(rows) as i32;
-        args.pairs_per_group = pairs_per_group(problem, dims.seqlen_k, backend.l2_bytes());
+        let most = pairs_per_group(problem, dims.seqlen_k, backend.l2_bytes());
+        group(&mut args, most, spec.mask, backend.multiprocessors());
         None
     };
     let blocks = args.row_blocks as u64 * args.pairs as u64;
@@ -699,13 +723,25 @@ pub(crate) fn run_fa2(
     state: bool,
 ) -> Result<()> {
     let limit = backend.shared_limit();
+    let mut spec = *spec;
+    let multiprocessors = backend.multiprocessors();
+    let extent = [args.sq as u64, args.pairs as u64];
+    spec.few = !state && fa2::few(&spec, limit, extent, multiprocessors);
+    let spec = &spec;
     let variant = fa2::variant(spec, limit, state).ok_or_else(|| missing(spec))?;
     let rows = fa2::rows(spec, limit).ok_or_else(|| missing(spec))?;
     args.row_blocks = (args.sq as u32).div_ceil(rows) as i32;
-    if spec.mask != Mask::Full {
-        args.pairs_per_group = pairs_per_group(problem, args.sk as usize, backend.l2_bytes());
-    }
+    let most = match spec.mask {
+        Mask::Full => 1,
+        _ => pairs_per_group(problem, args.sk as usize, backend.l2_bytes()),
+    };
+    let at_a_time = multiprocessors * u64::from(fa2::at_a_time(spec, limit).unwrap_or(1));
+    group(&mut args, most, spec.mask, at_a_time);
     let blocks = args.row_blocks as u64 * args.pairs as u64;
+    if spec.mask != Mask::Full && (multiprocessors + 1..=at_a_time).contains(&blocks) {
+        (args.pairs_per_group, args.last_group) = (args.pairs, 0);
+        args.turn = multiprocessors as i32;
+    }
     launch_beside(backend, stream, &variant, blocks, &args)
 }
 
@@ -902,6 +938,8 @@ pub(crate) fn run_state(
 
 #[cfg(test)]
 mod tests {
+    use std::cmp::Reverse;
+
     use super::*;
     use tilewise_core::{Dims, Options};
 
@@ -964,6 +1002,91 @@ mod tests {
             let floor = 128 * ld * 6;
             assert!(pairs * rows * ld * 6 <= budget.max(floor));
             assert!(rows == 1000 || rows % 128 == 0);
+        }
+    }
+
+    /// Row block and pair of each block of a launch, as `place_of` in `place.cu` has them, under a diagonal.
+    fn places(args: &Args) -> Vec<(i32, i32)> {
+        let per = args.row_blocks * args.pairs_per_group;
+        let place = |mut block: i32| {
+            if args.turn > 0 && block >= args.turn {
+                block = args.row_blocks * args.pairs - 1 - (block - args.turn);
+            }
+            let g = (block / per).min(args.last_group);
+            let width = if g < args.last_group {
+                args.pairs_per_group
+            } else {
+                args.pairs - g * args.pairs_per_group
+            };
+            let r = block - g * per;
+            let item = r / width;
+            let pair = g * args.pairs_per_group + r - item * width;
+            (args.row_blocks - 1 - item, pair)
+        };
+        (0..args.row_blocks * args.pairs).map(place).collect()
+    }
+
+    fn grouped(pairs: i32, most: i32, row_blocks: i32, mask: Mask, at_a_time: u64) -> Args {
+        let mut args = Args {
+            pairs,
+            row_blocks,
+            ..Args::default()
+        };
+        group(&mut args, most, mask, at_a_time);
+        args
+    }
+
+    #[test]
+    fn groups_hold_every_row_block_once() {
+        let each: Vec<_> = (1..8)
+            .map(|most| (7, most))
+            .chain([(1, 1), (16, 3), (5, 9)])
+            .collect();
+        for (pairs, most) in each {
+            for (mask, turn) in [(Mask::Full, 0), (Mask::Upper, 0), (Mask::Band, 3)] {
+                let mut args = grouped(pairs, most, 5, mask, 8);
+                args.turn = turn;
+                let mut all = places(&args);
+                assert_eq!(all[0].0, 4, "the longest first");
+                all.sort_unstable();
+                let once = (0..5).flat_map(|rb| (0..pairs).map(move |pair| (rb, pair)));
+                assert!(all.into_iter().eq(once), "{args:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn row_blocks_that_run_at_once_are_a_long_and_a_short_one() {
+        let mut args = grouped(1, 1, 200, Mask::Upper, 264);
+        args.turn = 132;
+        let all = places(&args);
+        assert_eq!(
+            (all[0].0, all[131].0, all[132].0, all[199].0),
+            (199, 68, 0, 67)
+        );
+    }
+
+    /// Blocks given out in order to whoever is free, where a row block takes as long as the keys it sees.
+    #[test]
+    fn a_causal_launch_ends_on_all_multiprocessors_at_about_the_same_time() {
+        for slots in [132, 216, 264, 288] {
+            for (pairs, most, row_blocks) in [(64, 12, 32), (32, 6, 64), (16, 3, 128), (8, 1, 256)]
+            {
+                let mut free = std::collections::BinaryHeap::from(vec![Reverse(0u64); slots]);
+                let mut work = 0;
+                for (rb, _) in places(&grouped(pairs, most, row_blocks, Mask::Upper, slots as u64))
+                {
+                    let Reverse(at) = free.pop().unwrap();
+                    work += rb as u64 + 1;
+                    free.push(Reverse(at + rb as u64 + 1));
+                }
+                let end = free.into_iter().map(|Reverse(at)| at).max().unwrap();
+                let even = work as f64 / slots as f64;
+                assert!(
+                    end as f64 <= 1.03 * even,
+                    "{slots} {pairs} {most}: {end} where {even}"
+                );
+            }
         }
     }
 

@@ -57,6 +57,8 @@ pub struct Args {
     pub diag: i32,
     pub row_blocks: i32,
     pub pairs_per_group: i32,
+    pub last_group: i32,
+    pub turn: i32,
     pub pair0: i32,
     pub pairs: i32,
     pub row0: i32,
@@ -298,11 +300,11 @@ mod tests {
 
     #[test]
     fn the_argument_block_has_the_layout_of_the_kernels() {
-        // 7 tensors of 40 bytes, 13 words of 8 bytes, 24 of 4 bytes: no padding anywhere.
+        // 7 tensors of 40 bytes, 13 words of 8 bytes, 26 of 4 bytes: no padding anywhere.
         let words = 7 * 40 + 13 * 8;
-        assert_eq!(size_of::<Args>(), words + 24 * 4);
+        assert_eq!(size_of::<Args>(), words + 26 * 4);
         assert_eq!(std::mem::offset_of!(Args, batch), words);
-        assert_eq!(std::mem::offset_of!(Args, scale), words + 21 * 4);
+        assert_eq!(std::mem::offset_of!(Args, scale), words + 23 * 4);
         // 6 tensors, 8 words of 8 bytes, 20 of 4 bytes.
         assert_eq!(std::mem::offset_of!(Decode, kv_heads), 6 * 40 + 8 * 8);
         assert_eq!(std::mem::offset_of!(Decode, scale), 6 * 40 + 8 * 8 + 18 * 4);

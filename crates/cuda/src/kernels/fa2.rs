@@ -52,6 +52,12 @@ const HALF: &[Tile] = &[
     tile(256, [4, 1, 64, 1], [false, true], 2),
     tile(256, [4, 1, 32, 1], [false, false], 1),
 ];
+// Half the rows a warp, of Q in registers; as many keys as the tile above, so that no row's bits depend on which of the two it is in.
+const FEW: &[Tile] = &[
+    tile(64, [4, 1, 64, 2], [true, false], 3),
+    tile(96, [4, 1, 64, 2], [true, false], 2),
+    tile(128, [4, 1, 64, 2], [true, false], 2),
+];
 const SINGLE: &[Tile] = &[
     tile(64, [4, 2, 32, 2], [false, false], 1),
     tile(128, [8, 1, 32, 2], [false, false], 1),
@@ -84,14 +90,14 @@ fn brings_extras(spec: &Spec) -> bool {
 }
 
 fn choose(spec: &Spec, limit: u32) -> Option<(Tile, u32)> {
-    let table = match (spec.pairs, spec.dtype) {
-        (true, _) => PAIRS,
-        (false, DType::F32) => SINGLE,
-        (false, _) if spec.extras => EXTRAS,
-        (false, _) => HALF,
+    let (few, table) = match (spec.pairs, spec.dtype) {
+        (true, _) => (&[][..], PAIRS),
+        (false, DType::F32) => (&[][..], SINGLE),
+        (false, _) if spec.extras => (&[][..], EXTRAS),
+        (false, _) => (if spec.few { FEW } else { &[] }, HALF),
     };
-    table
-        .iter()
+    few.iter()
+        .chain(table)
         .filter(|tile| spec.padded.max(spec.padded_v) <= tile.up_to)
         .map(|tile| {
             // Q's rows carry the output in the end.
@@ -144,7 +150,56 @@ pub fn rows(spec: &Spec, limit: u32) -> Option<u32> {
     choose(spec, limit).map(|(tile, _)| tile.warps * tile.wm * 16)
 }
 
+/// Whether `spec` over `pairs` batch entries and heads of `seqlen_q` rows leaves each of
+/// `multiprocessors` one row block at most.
+pub fn few(spec: &Spec, limit: u32, [seqlen_q, pairs]: [u64; 2], multiprocessors: u64) -> bool {
+    let many = Spec {
+        few: false,
+        ..*spec
+    };
+    rows(&many, limit).is_some_and(|rows| {
+        seqlen_q.div_ceil(u64::from(rows)).saturating_mul(pairs) <= multiprocessors
+    })
+}
+
+/// Blocks of the variant for `spec` that a multiprocessor has room for at a time.
+pub fn at_a_time(spec: &Spec, limit: u32) -> Option<u32> {
+    choose(spec, limit).map(|(tile, shared)| tile.blocks.min(limit / shared).max(1))
+}
+
 /// Query rows a block and keys a tile of the variant for `spec`.
 pub fn tile_of(spec: &Spec, limit: u32) -> Option<(u32, u32)> {
     choose(spec, limit).map(|(tile, _)| (tile.warps * tile.wm * 16, tile.bn))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::PADDED;
+
+    #[test]
+    fn keys_are_cut_alike_whether_row_blocks_are_few_or_many() {
+        for limit in [99 << 10, 163 << 10, 227 << 10] {
+            for padded in PADDED {
+                let many = Spec::plain(DType::BF16, padded);
+                let few = Spec { few: true, ..many };
+                let [(many_rows, many_keys), (few_rows, few_keys)] =
+                    [many, few].map(|spec| tile_of(&spec, limit).unwrap());
+                assert_eq!(few_keys, many_keys, "{padded}");
+                assert_eq!(
+                    few_rows * if padded <= 128 { 2 } else { 1 },
+                    many_rows,
+                    "{padded}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn few_row_blocks_are_one_a_multiprocessor_at_most() {
+        let spec = Spec::plain(DType::F16, 128);
+        let few = |seqlen_q, pairs| few(&spec, 227 << 10, [seqlen_q, pairs], 132);
+        assert!(few(16384, 1) && few(128, 132) && few(0, 5));
+        assert!(!few(16385 + 4 * 128, 1) && !few(129, 67) && !few(1, u64::MAX));
+    }
 }

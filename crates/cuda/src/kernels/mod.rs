@@ -301,6 +301,8 @@ pub struct Spec {
     pub aligned: bool,
     /// f32 as pairs of f16, made beforehand; see `pairs.cu`.
     pub pairs: bool,
+    /// No multiprocessor has two row blocks: smaller ones keep more of them busy. Of `fa2.cu` alone.
+    pub few: bool,
 }
 
 impl Spec {
@@ -317,6 +319,7 @@ impl Spec {
             sequences: false,
             aligned: true,
             pairs: false,
+            few: false,
         }
     }
 }
@@ -587,7 +590,9 @@ pub fn list(compute: i32, selection: &Selection) -> Vec<Variant> {
                         pairs: dtype == DType::F32,
                         ..spec
                     };
-                    add(fa2::variant(&whole, limit, false));
+                    for few in [false, true] {
+                        add(fa2::variant(&Spec { few, ..whole }, limit, false));
+                    }
                     for rows in [1, usize::MAX] {
                         add(hopper::variant(&spec, rows, compute, limit).map(|found| found.0));
                     }
@@ -816,6 +821,7 @@ mod tests {
                             };
                             let mut found = vec![
                                 fa2::variant(&spec, limit, false),
+                                fa2::variant(&Spec { few: true, ..spec }, limit, false),
                                 fa2::variant(&spec, limit, true),
                                 fa1::variant(&spec, limit),
                             ];

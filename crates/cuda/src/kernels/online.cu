@@ -19,6 +19,15 @@ template <int WMT, int NTL> DEV void hide_edge(float (&s)[WMT][NTL][4], const Sp
         }
 }
 
+// By how many powers of two scores may exceed m before m follows (FlashAttention-4, Zadouri et al. 2026, conditional rescaling): the
+// exponents of a row need a reference near its maximum, not the maximum, and weights of up to 2^8 are as exact as those up to 1. Few
+// tiles then rescale acc. Each row goes by its own scores alone. Running states show their m.
+#if IO32 || STATE
+#define RISE 0
+#else
+#define RISE 8
+#endif
+
 // m takes in the tile's maxima, l and acc follow; mc is what exponents of this tile subtract, after the change to base 2, or before
 // it where a bias may be so large that the change would overflow.
 template <int WMT, int NTL, int NO> DEV void raise_max(const float (&s)[WMT][NTL][4], float (&m)[WMT][2], float (&l)[WMT][2], float (&acc)[WMT][NO][4], float (&mc)[WMT][2], float c) {
@@ -31,7 +40,8 @@ template <int WMT, int NTL, int NO> DEV void raise_max(const float (&s)[WMT][NTL
             float top = s[x][0][2 * r];
 #pragma unroll
             for (int n = 0; n < NTL; ++n) top = fmaxf(fmaxf(top, s[x][n][2 * r]), s[x][n][2 * r + 1]);
-            float now = fmaxf(m[x][r], quad_max(top));
+            top = quad_max(top);
+            float now = RISE == 0 ? fmaxf(m[x][r], top) : (top - m[x][r]) * c > RISE ? top : m[x][r];
             // A row with nothing live yet keeps m = -inf; any finite reference gives it p = 0.
             float ref = now == NEG_INF ? 0.f : now;
             // Nothing to rescale before the first live key.

@@ -17,11 +17,13 @@ struct Place {
 };
 
 // Blocks of one group of heads run together, so that their K and V stay in L2; inside a group the row blocks with the most keys
-// go first.
+// go first. The last group has all heads that are left, so that there are short ones enough to even out how the launch ends.
 DEV Place place_of(const Args& a, int block = blockIdx.x) {
+    // Where all blocks run at once, a multiprocessor's second is short if its first is long.
+    if (a.turn && block >= a.turn) block = a.row_blocks * a.pairs - 1 - (block - a.turn);
     const int per = a.row_blocks * a.pairs_per_group;
-    const int g = block / per, r = block - g * per;
-    const int width = min(a.pairs_per_group, a.pairs - g * a.pairs_per_group);
+    const int g = min(block / per, a.last_group), r = block - g * per;
+    const int width = g < a.last_group ? a.pairs_per_group : a.pairs - g * a.pairs_per_group;
     const int item = r / width, pair = a.pair0 + g * a.pairs_per_group + (r - item * width);
     Place p;
 #if SEQS

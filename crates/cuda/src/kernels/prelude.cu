@@ -61,7 +61,8 @@ struct Args {
     int sq, sk, d, dv;
     int lo_off, hi_off;           // key j is live for row i iff i + lo_off <= j <= i + hi_off
     int diag;                     // row i stands at key i + diag
-    int row_blocks, pairs_per_group;
+    int row_blocks, pairs_per_group, last_group;
+    int turn;                     // from this block on the order is reversed; 0 = never
     int pair0, pairs;             // (batch, head) pairs this launch covers
     int row0, rows;               // rows of a pair that `standard` holds in s and p
     int lse_ld;                   // rows of a (batch, head) pair in lse

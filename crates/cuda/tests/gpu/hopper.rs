@@ -85,6 +85,46 @@ fn a_row_does_not_depend_on_how_many_follow() {
     }
 }
 
+/// Portable row blocks of half the rows where there are few, others in an order of their own where all run
+/// at once: neither shows in a row's bits. Scores that are far apart move the maximum from tile to tile.
+#[test]
+fn a_row_does_not_depend_on_how_many_row_blocks_there_are() {
+    let name = "a_row_does_not_depend_on_how_many_row_blocks_there_are";
+    let Some(backend) = portable(name) else {
+        return;
+    };
+    for d in [64, 96, 128] {
+        let data = Data::<bf16>::new(dims(40, 4, 2, 130, 300, d), 5);
+        let whole = data.inputs();
+        let far = Options::new().causal(true).softmax_scale(1.5);
+        for options in masks().into_iter().chain([far]) {
+            let (all, all_lse) = run(&backend, &whole, &options, Algorithm::Fa2).unwrap();
+            if let Err(found) = verdict(&whole, &options, &all, &all_lse) {
+                panic!("{d} {options:?}: {found}");
+            }
+            for batch in [1, 25] {
+                let part = 0..batch;
+                let first = Inputs::new(
+                    whole.q.narrow(0, part.clone()),
+                    whole.k.narrow(0, part.clone()),
+                    whole.v.narrow(0, part),
+                );
+                let (out, lse) = run(&backend, &first, &options, Algorithm::Fa2).unwrap();
+                assert_eq!(
+                    bits(&out),
+                    bits(&all[..out.len()]),
+                    "{d} {options:?} {batch}"
+                );
+                assert_eq!(
+                    bits(&lse),
+                    bits(&all_lse[..lse.len()]),
+                    "{d} {options:?} {batch}"
+                );
+            }
+        }
+    }
+}
+
 /// What changes a score, alone and together: tiles of bias and mask that lie on 16 bytes and that do not,
 /// written out and broadcast, of sequences that are packed and that are not.
 fn options_over_tiles(name: &str, d: usize, sk: usize) {
