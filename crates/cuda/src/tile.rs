@@ -4,7 +4,7 @@ use tilewise_core::{Algorithm, BlockSizes, Problem};
 
 use crate::backend::CudaBackend;
 use crate::kernels::{fa1, fa2, standard};
-use crate::{hopper, ops};
+use crate::{hopper, ops, sequences};
 
 /// Rows and keys a tile on the device of `backend`.
 pub(crate) fn on(
@@ -18,12 +18,18 @@ pub(crate) fn on(
     }
     match hopper::tile_of(backend, problem, algorithm) {
         Some(tile) => sizes((tile.rows(), tile.keys)),
-        None => of(problem, algorithm, limit),
+        None => of(problem, algorithm, limit, Some(backend.multiprocessors())),
     }
 }
 
-/// Within `limit` bytes of shared memory; of `standard`, the tile of S.
-pub(crate) fn of(problem: &Problem, algorithm: Algorithm, limit: u32) -> Option<BlockSizes> {
+/// Within `limit` bytes of shared memory, where there are so many multiprocessors if that is known; of
+/// `standard`, the tile of S.
+pub(crate) fn of(
+    problem: &Problem,
+    algorithm: Algorithm,
+    limit: u32,
+    multiprocessors: Option<u64>,
+) -> Option<BlockSizes> {
     let mut spec = ops::plan(problem, 0, problem.dims().seqlen_k).ok()?.spec;
     spec.pairs = ops::splits(problem, algorithm.resolve());
     sizes(match algorithm.resolve() {
@@ -32,7 +38,13 @@ pub(crate) fn of(problem: &Problem, algorithm: Algorithm, limit: u32) -> Option<
             (tile.rows, tile.columns)
         }
         Algorithm::Fa1 => fa1::tile_of(&spec, limit)?,
-        _ => fa2::tile_of(&spec, limit)?,
+        _ => {
+            let dims = problem.dims();
+            let extent = [dims.seqlen_q as u64, (dims.batch * dims.num_heads) as u64];
+            spec.few = !sequences::needed(problem)
+                && multiprocessors.is_some_and(|n| fa2::few(&spec, limit, extent, n));
+            fa2::tile_of(&spec, limit)?
+        }
     })
 }
 
@@ -73,20 +85,25 @@ mod tests {
     fn tiles_are_those_of_the_kernels() {
         let problem = problem(DType::BF16);
         let tile = |algorithm| {
-            let sizes = of(&problem, algorithm, 227 << 10).unwrap();
+            let sizes = of(&problem, algorithm, 227 << 10, None).unwrap();
             (sizes.rows(), sizes.keys())
         };
         assert_eq!(tile(Algorithm::Fa1), (16, 256));
         assert_eq!(tile(Algorithm::Fa2).0 % 16, 0);
         assert!(tile(Algorithm::Standard).1 >= 32);
+        // Four row blocks of 128 rows are few for five multiprocessors.
+        let few = |n| of(&problem, Algorithm::Fa2, 227 << 10, Some(n)).unwrap();
+        assert_eq!([few(3).rows(), few(5).rows()], [128, 64]);
+        assert_eq!(few(3).keys(), few(5).keys());
     }
+
     /// A running state takes f32 as it is, where a call on device memory takes it apart.
     #[test]
     fn streamed_tiles_are_those_of_the_running_state() {
         let limit = 227 << 10;
         let half = problem(DType::BF16);
         let tile = streamed(&half, Algorithm::Fa2, limit);
-        assert_eq!(tile, of(&half, Algorithm::Fa2, limit));
+        assert_eq!(tile, of(&half, Algorithm::Fa2, limit, None));
         let single = problem(DType::F32);
         let spec = ops::plan(&single, 0, 512).unwrap().spec;
         assert!(!spec.pairs && ops::splits(&single, Algorithm::Fa2));
