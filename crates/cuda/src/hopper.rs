@@ -317,6 +317,16 @@ pub(crate) fn run(
     Ok(())
 }
 
+/// How many pairs go together of `most` whose K and V stay in the second-level cache. Where row blocks are
+/// alike, no more than run at once: K and V of the next ones are then fetched from memory all the while, not
+/// those of a whole group in its first round alone. By measurement on an H200.
+fn together(most: i32, row_blocks: i32, mask: Mask, multiprocessors: u64) -> i32 {
+    match mask {
+        Mask::Full => (multiprocessors as i32 / row_blocks.max(1)).clamp(1, most.max(1)),
+        _ => most,
+    }
+}
+
 /// Row blocks of all pairs, where rows and keys are those of a batch entry.
 pub(crate) fn run_dense(
     backend: &CudaBackend,
@@ -329,6 +339,7 @@ pub(crate) fn run_dense(
     debug_assert!(!sequences::needed(problem));
     args.row_blocks = (args.sq as u32).div_ceil(kernel.1.rows()) as i32;
     let most = ops::pairs_per_group(problem, args.sk as usize, backend.l2_bytes());
+    let most = together(most, args.row_blocks, spec.mask, backend.multiprocessors());
     // One pair that fills its part of the cache alone: two would read more from memory than an even end saves.
     let at_a_time = if most == 1 {
         0
@@ -356,6 +367,19 @@ mod tests {
                 assert!((give + tile.groups * take) * 128 <= launched, "{tile:?}");
             }
         }
+    }
+
+    #[test]
+    fn pairs_go_together_as_they_run_at_once() {
+        assert_eq!(together(96, 4, Mask::Full, 132), 33);
+        assert_eq!(together(20, 4, Mask::Full, 132), 20);
+        // Longer ones than there are multiprocessors for, no keys, no rows.
+        assert_eq!(together(3, 200, Mask::Full, 132), 1);
+        assert_eq!(together(0, 4, Mask::Full, 132), 1);
+        assert_eq!(together(8, 0, Mask::Full, 132), 8);
+        // Under a diagonal the longest of many go first.
+        assert_eq!(together(96, 4, Mask::Upper, 132), 96);
+        assert_eq!(together(96, 4, Mask::Band, 132), 96);
     }
 
     #[test]
