@@ -119,14 +119,19 @@ pub(crate) fn workspace_bytes(
 ) -> u64 {
     let dims = problem.dims();
     let budget = backend.standard_budget();
+    // FA1 adds in memory, in the order of its one block a head, whatever was asked for.
+    let sums = match algorithm.resolve() {
+        Algorithm::Fa1 => Sums::Atomic,
+        _ => sums,
+    };
     let in_memory = match is_wide(problem) {
         false => 4 * hopper::sum_columns(backend, problem, sums),
         true => 0,
     };
     // L, Δ and marks; the sums of dQ; FA1's m and 1/ℓ.
-    let row = match (algorithm.resolve(), sums) {
-        (Algorithm::Fa1, _) => 9 + in_memory + 8,
-        (Algorithm::Fa2, _) => 9 + in_memory,
+    let row = match algorithm.resolve() {
+        Algorithm::Fa1 => 9 + in_memory + 8,
+        Algorithm::Fa2 => 9 + in_memory,
         _ => 9,
     };
     let batch = if is_dense(problem) { dims.batch } else { 1 };
@@ -438,6 +443,7 @@ impl Call<'_> {
             alibi: place(&slopes),
             sinks: place(&sinks),
             workspace: address(&mut workspace, self.stream),
+            workspace_bytes: bytes,
             dsinks,
             dbias: match (&mut sums, &dbias) {
                 (Some(sums), Some((_, shape))) => {
@@ -652,6 +658,20 @@ impl Call<'_> {
         let rest = all.odd_keys + all.kv_pairs as u64 * marks_of_keys(sk);
         if own.is_some() && kernels::backward::hopper::sums(&spec, self.sums) == Sums::Ordered {
             all.turns = rest;
+        }
+        // Nothing is launched that would write behind what was allocated.
+        let last = match self.algorithm {
+            Algorithm::Fa1 => cells * 8,
+            _ if all.turns != 0 => kernels::backward::hopper::turns(cells),
+            _ => 0,
+        };
+        let placed = rest + last - given.workspace;
+        if placed > given.workspace_bytes {
+            return Err(Error::Backend {
+                backend: crate::NAME.into(),
+                op: "placing what backward keeps beside its outputs".into(),
+                message: format!("{placed} bytes of {} allocated", given.workspace_bytes),
+            });
         }
         let (limit, compute) = (self.backend.shared_limit(), self.backend.compute());
         let prepare = fa2::prepare(&laid, limit, compute).ok_or_else(|| missing(&spec))?;
@@ -921,6 +941,7 @@ struct Given {
     alibi: u64,
     sinks: u64,
     workspace: u64,
+    workspace_bytes: u64,
     dsinks: u64,
     /// f32 sums; broadcast axes have a stride of 0.
     dbias: raw::Tensor,

@@ -13,6 +13,9 @@ use crate::problem::{Problem, Sequence};
 use crate::tile::{TileBlock, TileSpec};
 use crate::view::TensorView;
 
+/// Keys of a row that are scored at once to find one that it keeps.
+const KEYS_ASKED: usize = 64;
+
 /// One query head of one sequence, as it lies in slow memory.
 pub(super) struct Head<'p, 'a, T> {
     problem: &'p Problem,
@@ -227,19 +230,25 @@ impl<T: Element> Head<'_, '_, T> {
     pub(super) fn keeps_a_key(&self, row: usize) -> Result<bool> {
         let rows = row..row + 1;
         let spec = self.spec(&rows);
-        let keys = self.problem.mask_rule(self.sequence).row(row);
-        let tile = self.tile(&spec, row, (0, keys));
+        let seen = self.problem.mask_rule(self.sequence).row(row);
         let (mut chip, observer) = (Chip::default(), &mut NoObserver);
         self.load_q(&mut chip, &rows, observer);
-        self.load_k(&mut chip, &tile.keys, observer);
-        self.load_modifiers(&mut chip, &tile, observer);
-        self.load_keep(&mut chip, &tile, observer);
-        let block = self.block(&chip, &tile);
-        let mut scores = Vec::new();
-        spec.scores(&block, &mut scores)?;
-        let hidden = T::Acc::neg_infinity();
-        let mut scores = scores.iter().enumerate();
-        Ok(scores.any(|(key, &s)| s != hidden && spec.kept(&block, 0, key).is_some()))
+        let (hidden, mut scores) = (T::Acc::neg_infinity(), Vec::new());
+        // The first key decides as a rule, and all rows ask where dO is lost throughout.
+        for first in seen.clone().step_by(KEYS_ASKED) {
+            let keys = first..seen.end.min(first + KEYS_ASKED);
+            let tile = self.tile(&spec, row, (first / KEYS_ASKED, keys));
+            self.load_k(&mut chip, &tile.keys, observer);
+            self.load_modifiers(&mut chip, &tile, observer);
+            self.load_keep(&mut chip, &tile, observer);
+            let block = self.block(&chip, &tile);
+            spec.scores(&block, &mut scores)?;
+            let mut found = scores.iter().enumerate();
+            if found.any(|(key, &s)| s != hidden && spec.kept(&block, 0, key).is_some()) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Position in [`Problem::sequences`].
