@@ -303,7 +303,15 @@ pub(crate) fn run(
         ..Spec::plain(dtype, padded)
     };
     let pairs = count * dims.num_kv_heads;
-    let key_bytes = (pairs * longest * (dims.head_dim + dims.head_dim_v) * dtype.size()) as u64;
+    // Sequences may share pages: all of them together can be more than there is memory for anywhere.
+    let key_bytes = [
+        pairs,
+        longest,
+        dims.head_dim + dims.head_dim_v,
+        dtype.size(),
+    ]
+    .into_iter()
+    .fold(1u64, |bytes, n| bytes.saturating_mul(n as u64));
     let chunks = longest.div_ceil(chunk_keys(longest, dims.num_kv_heads));
     let key = Key {
         spec,
