@@ -109,8 +109,8 @@ pub(crate) fn by_warpgroups(
         && matches!(hopper::serves(backend, problem, &spec, sums), Ok(Some(_)))
 }
 
-/// Bytes of workspace that a call takes, without copies of inputs that are laid out anew and the matrices of dbias; of `standard`'s matrices, what its budget allows, if more
-/// than one KV head's fit.
+/// Bytes of workspace that a call takes, without copies of inputs that are laid out anew and the matrices of
+/// dbias; of `standard`'s matrices, what its budget allows, if more than one KV head's fit.
 pub(crate) fn workspace_bytes(
     backend: &CudaBackend,
     problem: &Problem,

@@ -410,17 +410,15 @@ pub(crate) fn run(
     let small_room = if small.is_empty() {
         None
     } else {
-        let held = [
-            (at_sequences.is_some(), "lengths of sequences"),
-            (at_slopes.is_some(), "alibi_slopes"),
-            (at_sinks.is_some(), "sinks"),
-        ];
-        let held: Vec<_> = held
-            .iter()
-            .filter(|held| held.0)
-            .map(|held| held.1)
-            .collect();
-        crate::ops::uncaptured(stream, &held.join(", "))?;
+        crate::ops::uncaptured(stream, || {
+            let held = [
+                (at_sequences, "lengths of sequences"),
+                (at_slopes, "alibi_slopes"),
+                (at_sinks, "sinks"),
+            ];
+            let held = held.into_iter().filter_map(|(at, name)| at.map(|_| name));
+            held.collect::<Vec<_>>().join(", ")
+        })?;
         let room = Workspace::new(stream, "the lengths of sequences", small.len() as u64)?;
         // SAFETY: `room` holds that many bytes; the source is pageable, so the driver copies it before
         // it returns.

@@ -1,5 +1,6 @@
 //! Operations over device memory: checked, asynchronous, on the caller's stream.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUstreamCaptureStatus;
@@ -335,7 +336,7 @@ pub(crate) fn upload_per_head(
     name: &'static str,
     values: &[f32],
 ) -> Result<CudaSlice<f32>> {
-    uncaptured(stream, name)?;
+    uncaptured(stream, || name)?;
     stream
         .clone_htod(values)
         .map_err(|e| allocation(name, size_of_val(values) as u64, e))
@@ -345,7 +346,7 @@ pub(crate) fn upload_per_head(
 ///
 /// # Errors
 /// [`Error::Unsupported`] naming `what`, and failures of the driver.
-pub(crate) fn uncaptured(stream: &CudaStream, what: &str) -> Result<()> {
+pub(crate) fn uncaptured<S: Display>(stream: &CudaStream, what: impl FnOnce() -> S) -> Result<()> {
     let status = stream
         .capture_status()
         .map_err(|e| driver("cuStreamIsCapturing", e))?;
@@ -353,7 +354,8 @@ pub(crate) fn uncaptured(stream: &CudaStream, what: &str) -> Result<()> {
         return Ok(());
     }
     Err(unsupported(format!(
-        "{what} while the stream is captured (a replay would read the host memory of the captured call)"
+        "{} while the stream is captured (a replay would read the host memory of the captured call)",
+        what()
     )))
 }
 

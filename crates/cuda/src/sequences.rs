@@ -129,7 +129,7 @@ impl OnDevice {
             .iter()
             .map(|sequence| entry(problem, sequence))
             .collect();
-        crate::ops::uncaptured(stream, "packed sequences and used lengths")?;
+        crate::ops::uncaptured(stream, || "packed sequences and used lengths")?;
         let failed = |bytes| move |e| allocation("the table of sequences", bytes, e);
         Ok(Some(OnDevice {
             entries: stream

@@ -98,6 +98,17 @@ fn run<T: Element>(
     Ok((out, lse))
 }
 
+/// The name of the instructions that a call without options used.
+fn isa(backend: &CudaBackend, data: &Data<bf16>, algorithm: Algorithm) -> String {
+    let inputs = data.inputs();
+    let problem = Problem::new(&inputs, &Options::new()).unwrap();
+    let mut out = vec![bf16::ZERO; data.q.len()];
+    let out = TensorViewMut::bhsd(&mut out, data.dims.out_shape()).unwrap();
+    let inputs = bf16::erase_inputs(inputs);
+    let report = backend.forward(&problem, &inputs, algorithm, bf16::erase_mut(out), None);
+    report.unwrap().isa
+}
+
 fn verdict<T: Element>(
     inputs: &Inputs<'_, T>,
     options: &Options,

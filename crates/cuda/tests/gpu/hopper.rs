@@ -29,19 +29,7 @@ fn a_report_names_the_instructions() {
         return;
     };
     let isa = |backend: &CudaBackend, algorithm, d| {
-        let data = Data::<bf16>::new(dims(1, 1, 1, 70, 70, d), 1);
-        let inputs = data.inputs();
-        let problem = Problem::new(&inputs, &Options::new()).unwrap();
-        let mut out = vec![bf16::ZERO; data.q.len()];
-        let out = TensorViewMut::bhsd(&mut out, data.dims.out_shape()).unwrap();
-        let report = backend.forward(
-            &problem,
-            &bf16::erase_inputs(inputs),
-            algorithm,
-            bf16::erase_mut(out),
-            None,
-        );
-        report.unwrap().isa
+        isa(backend, &Data::new(dims(1, 1, 1, 70, 70, d), 1), algorithm)
     };
     let plain = format!("sm_{}", backend.compute());
     let own = if backend.compute() == 90 {
